@@ -758,6 +758,30 @@ def rotations(path: Path) -> None:
     save(figure, path)
 
 
+def when_to_constrain(path: Path) -> None:
+    """Test error over the learning rate; bands hold all seeds."""
+    from benchmarks.accuracy.when_to_constrain import unpacked
+
+    found = unpacked(read(path, "when_to_constrain_runs")["parts"]["figure"])
+    figure, (axes,) = start(len(found), (3.6 * len(found), 3.4))
+    for axis, (title, arms) in zip(axes, found.items(), strict=True):
+        for place, (name, kept) in enumerate(arms.items()):
+            label = "constrained, learned scale" if name.startswith("learned") else name
+            look = style(label, place)
+            errors = [[100 - share for share in seeds] for seeds in kept["right"]]
+            centre = [statistics.fmean(seeds) for seeds in errors]
+            axis.plot(kept["rates"], centre, label=label, markersize=4, **look)
+            low, high = ([end(seeds) for seeds in errors] for end in (min, max))
+            axis.fill_between(kept["rates"], low, high, color=look["color"], alpha=0.15, lw=0)
+        axis.set(xscale="log", yscale="log", xlabel="learning rate", title=title)
+        axis.grid(alpha=0.3)
+        plain_ticks(axis.yaxis)
+    axes[0].set_ylabel("test error (%)")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    save(figure, path)
+
+
 DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
     ("copying", "copying_1000", "copying_2000"), copying
 ) | {
@@ -766,7 +790,7 @@ DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
         pixel_digits, translation, video, vit_table, vit_long, attention,
         eigen_methods, eigen_methods_scaling, prw,
         prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
-        muon_transformer, manifold_muon,
+        muon_transformer, manifold_muon, when_to_constrain,
     )
 }  # fmt: skip
 

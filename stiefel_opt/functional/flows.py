@@ -88,6 +88,12 @@ def steepest(dtype: torch.dtype, n: int) -> float:
     return 0.1 / orthonormality_tolerance(dtype, n)
 
 
+def size_of(inner: Tensor) -> Tensor:
+    """Return |S| of each X'G, ``(k, 1, 1)``."""
+    size: Tensor = torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True)
+    return size
+
+
 # What a rule returns: the new point, the new state, and the length of the step.
 Move = tuple[Tensor, Tensors, "Length | Tensor | float"]
 
@@ -151,10 +157,10 @@ def step_factors_of(
     """Return the turn along ``skew`` = K / eta and the retraction of V, where W = V'V.
 
     Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Where a
-    norm that bounds eta sigma exceeds 4, or what the reader allows, the step is shortened.
-    ``companion``: also R (I + R)^(-1).
+    norm that bounds eta sigma exceeds 4, or what the reader allows, the step is shortened, and the
+    move where ``inner`` = X'G makes it too steep. ``companion``: also R (I + R)^(-1).
     """
-    length, second, turn_step, step = _spectra(skew, gram_normal, lr, reader)
+    length, second, turn_step, step = _spectra(skew, gram_normal, lr, reader, inner)
     squares, scale, limit = length[:3]
     companions, reads = skew.size(0) if companion else 0, reader.is_exact
     both = roots(squares, limit, scale=scale, companions=companions, square=second, reads=reads)
@@ -201,7 +207,11 @@ def _of_square(
 
 
 def _spectra(
-    skew: Tensor, normal: Tensor | None, lr: Scalar, reader: Reader
+    skew: Tensor,
+    normal: Tensor | None,
+    lr: Scalar,
+    reader: Reader,
+    inner: Tensor | None = None,
 ) -> tuple[Length, Tensor | None, Scalar, Scalar]:
     """Measure a step, and shorten it where it saturates or outgrows what the reader knows.
 
@@ -228,7 +238,10 @@ def _spectra(
         return Length(squares, scale, limit), None, lr, lr
     norms = infinity_norm(skew)
     if normal is not None:
-        norms = torch.cat([norms, infinity_norm(normal).sqrt()])
+        of_move = infinity_norm(normal).sqrt()
+        if inner is not None and reader.steepest < math.inf:
+            of_move = torch.maximum(of_move, size_of(inner) * (SATURATION / reader.steepest))
+        norms = torch.cat([norms, of_move])
     step, second = shortened(norms.view(-1, count, 1, 1), lr).view(-1, 1, 1), None
     squares.mul_(step * step)
     if reader.is_exact:
@@ -262,10 +275,12 @@ def coupling(
     return add_to_diagonal_(rotation, 1.0).mul_(momentum)
 
 
-def limited(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
+def limited(
+    step: Scalar, size: Tensor, longest: float, reader: Reader, inner: Tensor | None = None
+) -> tuple[Scalar, float]:
     """Return the step, shortened so that step^2 xi'xi is at most ``longest``^2, and a bound on it.
 
-    Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``.
+    Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``, ``inner`` X'G.
     """
     bound = most = longest * longest
     if isinstance(step, float) and reader.is_exact:
@@ -274,7 +289,10 @@ def limited(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple
             return step, bound
     norm = infinity_norm(size)
     if not reader.is_exact:
-        most = _longest(step, reader, lambda: norm, most)
+        squared = step * step if isinstance(step, Tensor) else 1.0
+        most = _longest(step, reader, lambda: norm * squared, most)
+        if inner is not None and reader.steepest < math.inf:
+            step = shortened(size_of(inner), step, reader.steepest)
     shorter = (most / (norm * (step * step))).clamp(max=1.0)
     return step * shorter.sqrt(), most
 
@@ -286,7 +304,7 @@ class _PrefixedReader(Reader):
     """
 
     def __init__(self, reader: Reader) -> None:
-        self.is_exact, self._reader = reader.is_exact, reader
+        self.is_exact, self._reader, self.steepest = reader.is_exact, reader, reader.steepest
 
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:

@@ -107,8 +107,12 @@ def retract_along(
     retraction: str,
     sums: Sums,
     reader: Reader,
+    inner: Tensor | None = None,
 ) -> tuple[Tensor, Length]:
-    """Return R_X(step xi) and its length: T and, unless X is square, V or, not for Cayley, xi."""
+    """Return R_X(step xi) and its length: T and, unless X is square, V or, not for Cayley, xi.
+
+    ``inner``: X'G, in which a step may be too steep.
+    """
     if direction is None:
         size = torch.bmm(turn.mH, turn)
         step, limit = limited(step, size, _LONGEST, reader)
@@ -116,7 +120,7 @@ def retract_along(
         return new_X, _length(size, step, limit)
     (own,) = sums((direction, direction))
     size = torch.baddbmm(own, turn.mH, turn) if retraction == "cayley" else own
-    step, limit = limited(step, size, _LONGEST, reader)
+    step, limit = limited(step, size, _LONGEST, reader, inner)
     if retraction == "cayley":
         new_X = move_along_cayley(X, turn, direction, own, step)
     else:

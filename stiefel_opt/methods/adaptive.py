@@ -138,7 +138,8 @@ def adaptive_sgd(
     unit, n = new[FACTOR] * new[UNIT], sums.rows or X.size(-2)
     # A force far below the part of G that is normal to the manifold is mostly rounding of X'X.
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    eta, reader = shortened(norm, lr * unit, steepest(S.dtype, n)), reader or reader_for(X)
+    reader = reader or reader_for(X)
+    eta = shortened(norm, lr * unit, min(steepest(S.dtype, n), reader.steepest))
     move = _moved(X, S, forces, state, new, mu, eta, a, nesterov, transport, sums, reader)
     return *move[:2], move[2]._replace(step=2 * eta)  # momentum adds up errors of several steps
 
@@ -206,7 +207,7 @@ class _FarReader(Reader):
     """
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+        self._reader = reader  # no step is too steep any more
 
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:

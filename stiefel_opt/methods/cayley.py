@@ -108,7 +108,7 @@ def cayley_sgd(
     if V is not None:
         minus_g = normal_force(X, S, G)
         new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
-    new_X, length = _transform(X, turn, direction, lr, 1.0, steps, exact, sums, reader)
+    new_X, length = _transform(X, turn, direction, lr, 1.0, steps, exact, sums, reader, S)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 
@@ -154,7 +154,8 @@ def cayley_adam(
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = torch.where(divisor > 0, divisor, 1.0)  # 0/0 is 0
-    new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader)
+    latest = S * (1 - beta1)
+    new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader, latest)
     length = length._replace(inner=S, step=lr * (1 - beta1) / divisor)
     return new_X, new | carried(X, new_X, T, V, sums), length
 
@@ -169,10 +170,11 @@ def _transform(
     exact: bool,
     sums: Sums,
     reader: Reader,
+    inner: Tensor,
 ) -> tuple[Tensor, Length]:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
     own = None if V is None else sums((V, V))[0]
-    step, reach, length = _shortened(T, own, lr, divisor, reader)
+    step, reach, length = _shortened(T, own, lr, divisor, reader, inner)
     if exact:
         if V is None or own is None:
             return product(X, cayley(T * step)), length
@@ -190,10 +192,13 @@ def _transform(
 
 
 def _shortened(
-    T: Tensor, own: Tensor | None, lr: Scalar, divisor: Scalar, reader: Reader
+    T: Tensor, own: Tensor | None, lr: Scalar, divisor: Scalar, reader: Reader, inner: Tensor
 ) -> tuple[Tensor, float, Length]:
     """Return alpha / divisor, a bound on |alpha W / divisor|, and the length of the step."""
-    norm = (square_norm(T) if own is None else square_norm(T) + 2 * trace_of(own)).sqrt() / divisor
+    norm = (square_norm(T) if own is None else square_norm(T) + 2 * trace_of(own)).sqrt()
+    if reader.steepest < math.inf:
+        norm = torch.maximum(norm, square_norm(inner).sqrt() / reader.steepest)
+    norm = norm / divisor
     # from both sides: a schedule that is run past its end has learning rates below 0
     alpha = shortened(norm + _TINY, lr, 1.0)
     step = alpha / divisor

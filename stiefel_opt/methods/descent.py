@@ -96,7 +96,7 @@ def descend(
             # V for the Cayley map, XT + V for the others: one product either way
             inside = S if retraction == "cayley" else S + turn
             direction = normal_force(X, inside, G)
-        new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader)
+        new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader, S)
         return new_X, {}, length._replace(inner=S)
     new_T, turn = accumulated(turn, T, momentum, nesterov=nesterov)
     new_V = direction = None
@@ -105,7 +105,7 @@ def descend(
         new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
         if retraction != "cayley":
             direction = add_product(direction, X, turn)
-    new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader)
+    new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader, S)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 

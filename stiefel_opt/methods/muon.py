@@ -84,6 +84,7 @@ _FEW_SMALL: Final = 0.035  # where a square matrix is cut off at first, over its
 _SPREAD: Final = 0.05  # smallest over largest singular value from which a factorisation pays
 _STEEP: Final = 0.02  # 2 eta^2 from which square matrices take one product more
 _LONGEST: Final = 4.0  # atan(4) is 76 degrees
+_ROUGHEST: Final = 0.03  # rounding that one correction takes out of X'X
 
 
 @torch.no_grad()
@@ -225,8 +226,8 @@ def muon(
         ValueError: as :func:`spectral_direction`.
     Note: As :func:`spectral_direction`, and 1 to 25 products of m x m, 10 up to ``lr`` of 0.4.
         Tensors as ``lr`` may cost those of the longest step. Where rounding in M'M would show in
-        X'X, as in float64 it does, one more sum of m^2 and two products; in float32 only
-        on a CPU, and where nothing may be read.
+        X'X, as in float64 it does, and on accelerators, one more sum of m^2 and two products.
+        Where this step's numbers cannot be read, it is cut where rounding would exceed 3 per cent.
     """
     accuracy = _accuracy(X, tolerance, smoothing)
     _check(X, G, sums)
@@ -245,11 +246,14 @@ def muon(
     solved = _solve(X, M, accuracy, sums, reads)
     new = {} if B is None else {AMBIENT: torch.where(solved.finite, buffer, B)}
     step, limit = _step_of(lr, solved.length)
+    if solved.along is not None and not reads:  # a gradient that is all but normal is not seen
+        rounding = solved.gain * (X.size(-1) * torch.finfo(X.dtype).eps)
+        step = (_ROUGHEST / rounding).clamp(max=1.0) * step
     length = Length(solved.length * (step * step), 1.0, limit)
     difference = roots(length.squares, limit, reads=reads).difference
     if solved.along is None:
         return _turned(X, solved, step, difference, limit), new, length
-    return _moved(X, solved, solved.along, step, difference, sums, reads), new, length
+    return _moved(X, solved, solved.along, step, difference, sums, reader), new, length
 
 
 def _moved(
@@ -259,10 +263,10 @@ def _moved(
     step: Scalar,
     difference: Tensor,
     sums: Sums,
-    reads: bool,
+    reader: Reader,
 ) -> Tensor:
     """Return (X c - eta (X w + M a)) (I + difference) of a tall matrix X."""
-    dtype = _tall_dtype(X, solved, reads)
+    dtype = _tall_dtype(X, solved, reader.is_exact)
     # less X: what is added to it is small
     moved = solved.correction - solved.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
@@ -273,7 +277,10 @@ def _moved(
     tall = X.to(dtype)
     new_X = add_product(tall, tall, within.to(dtype))
     new_X = add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
-    if _is_rough(X, solved, step) if reads else X.real.dtype == torch.float64:
+    is_double = X.real.dtype == torch.float64
+    # behind a step that reads nothing rounding is removed anyway, what there is of it in float32
+    unread = is_double or type(reader) is not Fixed
+    if _is_rough(X, solved, step) if reader.is_exact else unread:
         (own,) = sums((new_X, new_X))
         new_X = add_product(new_X, new_X, _correction_of(own))
     return new_X
@@ -578,10 +585,7 @@ def _tall_dtype(point: Tensor, solved: _Direction, reads: bool) -> torch.dtype:
 
 
 def _is_rough(point: Tensor, solved: _Direction, step: Scalar) -> bool:
-    """Say whether rounding in Q, eps |M|^2 |R^(-1)|^2 in D'D, shows in X'X of the new point.
-
-    Where that cannot be read the next step takes it out.
-    """
+    """Say whether rounding in Q, eps |M|^2 |R^(-1)|^2 in D'D, shows in X'X of the new point."""
     noise = torch.finfo(solved.length.dtype).eps * (solved.gain * (step * point.size(-1))).square()
     return bool((noise > torch.finfo(point.dtype).eps).any())
 

@@ -208,6 +208,7 @@ class Reader(ABC):
 
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
     is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
+    steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
 
     @abstractmethod
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
@@ -265,6 +266,10 @@ class Lagged(Reader):
     @override
     def forget(self, name: str) -> None:
         self._host.pop(name, None)  # a copy to it may be on its way
+
+    def known(self, name: str) -> float:
+        """Return the number of an earlier step; inf if there is none."""
+        return float(self._host[name][1]) if name in self._host else math.inf
 
 
 _FIXED: Final = Fixed()

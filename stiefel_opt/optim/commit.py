@@ -69,6 +69,8 @@ LARGEST_SAFE: Final = {
 # Beyond this learning rate times gradient rounding in X'X is removed after every step.
 _STEEP: Final = 0.26
 _VERY_STEEP: Final = 100.0
+# Up to here rounding is multiplied into no more than 1e-5 of an entry in float32.
+_UNSEEN: Final = 30.0
 
 
 class Rule(Protocol):
@@ -312,6 +314,8 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
     reader.is_lost = False
+    if not reader.is_exact:
+        reader = _with_limit(reader, stored.dtype, batch.row_count)
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
@@ -485,6 +489,8 @@ def _on_manifold(
     """
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
+    # If the step before was steep, which nobody knew in time, its rounding is still there.
+    is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.known("norm") < math.inf
     looks = is_due and reader.is_exact
     if not (looks or (task.is_changed and has_values(point))):
         return (*(correct(point, state, sums) if is_due else (point, {})), False)
@@ -509,6 +515,22 @@ def _on_manifold(
     if bool(off.any()):
         point[off] = project(point[off])
     return (*correct(point, state, sums), True)
+
+
+def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
+    """Return a reader with the limit that the device keeps: the host learns too late of a step.
+
+    Rounding behind a step is removed as often as the one before asks for, so that the limit is low
+    unless that one was steep.
+    """
+    most = steepest(dtype, rows)
+    if not isinstance(reader, Lagged):
+        reader = Fixed()
+        reader.steepest = 0.1 * most  # rounding is removed once
+        return reader
+    known = reader.known("norm")
+    reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
+    return reader
 
 
 def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:

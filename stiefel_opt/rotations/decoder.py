@@ -221,6 +221,8 @@ class _Reader:
 
     def block(self, name: str) -> Layer:
         names, norms = self.names, []
+        if names in FAMILIES.values() and names.refusal is None:
+            self.check_norms(name)
         for leaf, readers in names.norms.items():
             full = f"{name}.{leaf}"
             if full not in self.known and names is not LLAMA:
@@ -236,6 +238,15 @@ class _Reader:
         value = None if names.values is None else self.linear(f"{name}.{names.values}")
         output, down = (writers.get(leaf or "") for leaf in (names.output, names.down))
         return Layer(name, self.known[name], tuple(norms), present, value, output, down)
+
+    def check_norms(self, name: str) -> None:
+        """Raise unless a block has the norms of its family: some have variants with others."""
+        children = self.known[name].named_children()
+        found = {leaf for leaf, child in children if "Norm" in type(child).__name__}
+        if found != set(self.names.norms):
+            wanted = f"have the norms {', '.join(self.names.norms)} of its family and no other"
+            remedy = "describe the model by rotations.describe"
+            raise ValueError(fail(name, wanted, ", ".join(sorted(found)) or "none", remedy))
 
     def head_size(self, layers: tuple[Layer, ...]) -> int:
         """From the attention or the config; 0 where neither tells it."""

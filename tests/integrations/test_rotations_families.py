@@ -208,3 +208,22 @@ def test_a_wrong_description_is_refused_and_undone_to_the_bit() -> None:
     assert torch.equal(logits(model), expected)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     rotations.prepare_(model, verify=tokens())
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("falcon", {"parallel_attn": False}),
+        ("falcon", {"new_decoder_architecture": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+    ],
+)
+def test_a_variant_of_a_family_with_other_norms_is_refused(
+    name: str, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NAMED, name, NAMED[name] | variant)
+    model = build(name)
+    expected = logits(model)
+    with pytest.raises(ValueError, match=r"have the norms .* of its family and no other"):
+        rotations.prepare_(model)
+    assert torch.equal(logits(model), expected)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import OPTIMIZERS, every_optimizer
+from contract import IS_ON_CPU, OPTIMIZERS, every_optimizer
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -82,6 +82,18 @@ def test_every_point_is_orthonormal(name: str, gradient: Gradient) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_is_every_point_of_rules_that_choose_their_step(name: str, gradient: Gradient) -> None:
     rule, options = OTHERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert max(_largest_error(rule, options, gradient, lr) for lr in RATES) < 1e-4
+
+
+@pytest.mark.parametrize("gradient", KINDS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
+def test_so_it_is_where_a_step_is_known_too_late(
+    name: str, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IS_ON_CPU, lambda _: False)
+    rule, options = {**OPTIMIZERS, **OTHERS}[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert max(_largest_error(rule, options, gradient, lr) for lr in RATES) < 1e-4
