@@ -35,4 +35,5 @@ from stiefel_opt.functional.retractions import move_along_cayley as move_along_c
 from stiefel_opt.functional.retractions import project_tangent as project_tangent
 from stiefel_opt.functional.retractions import retract as retract
 from stiefel_opt.functional.retractions import retract_along as retract_along
+from stiefel_opt.numerics.geodesics import logarithm as logarithm
 from stiefel_opt.numerics.linalg import Sums as Sums
