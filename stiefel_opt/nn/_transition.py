@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final
 
 import torch
@@ -45,7 +46,9 @@ def set_transition(
     """Constrain parameter ``name`` of ``module``; ``options`` are those of the map or the tag."""
     if transition not in (None, TAGGED):
         options |= {"start": start, "generator": generator}
-        orthogonal(module, name, map=transition, **options)
+        with warnings.catch_warnings():  # a row of random numbers may change its sign
+            warnings.filterwarnings("ignore", ".* has determinant")
+            orthogonal(module, name, map=transition, **options)
         return
     if start is not None:
         parameter = module.get_parameter(name)

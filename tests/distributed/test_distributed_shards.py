@@ -314,8 +314,11 @@ def test_shards_train_as_one_process_on_two():
 
 def test_learned_scales_train_as_one_process_on_two():
     layouts = tuple(LEARNED)
-    calls = [(compare, name, layouts) for name in ("sgd", "adamw", "muon")]
-    calls += [(compare, "adam", layouts, torch.bfloat16), (keep_what_is_spoilt, "adam", layouts)]
+    calls = [(compare, name, layouts) for name in OF_EACH_KIND]
+    calls += [
+        (compare, OF_EACH_KIND[1], layouts, torch.bfloat16),
+        (keep_what_is_spoilt, OF_EACH_KIND[1], layouts),
+    ]
     run(2, *calls, (clip, layouts))
 
 
