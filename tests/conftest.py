@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from contract import IS_ON_CPU
-from optimizers import TABLE
+from optimizers import PUBLISHED, TABLE
 
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks; behind what is installed
 
@@ -123,7 +123,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("eager")
-    for rule in {rule.optimizer for rule in TABLE.values()}:
+    for rule in {row.optimizer for row in (TABLE | PUBLISHED).values()}:
         traced = torch.compile(rule.step, backend=counter)
 
         def step(self: Any, closure: Any = None, traced: Any = traced) -> Any:

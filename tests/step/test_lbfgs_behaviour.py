@@ -153,14 +153,14 @@ def test_torchs_state_serves_plain_parameters_alone() -> None:
 
 
 def test_a_new_tag_or_release_starts_the_memory_anew() -> None:
-    layer = nn.Linear(3, 6, dtype=F64)
+    layer, head = nn.Linear(3, 6, dtype=F64), nn.Linear(6, 6, dtype=F64)
     with pytest.warns(UserWarning, match="no parameter is constrained"):
-        optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=4)
+        optimizer = so.StiefelLBFGS([*layer.parameters(), *head.parameters()], max_iter=4)
     x = torch.randn(9, 3, dtype=F64)
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = (layer(x) ** 2 - 1).square().mean()
+        loss = (head(layer(x)) ** 2 - 1).square().mean()
         loss.backward()
         return loss.item()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import in_turn
 from contract import IS_ON_CPU, assert_same, assert_same_training, through_file, warnings_of
+from optimizers import TABLE
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -101,14 +102,14 @@ def fit(parameter: so.ManifoldParameter, opt: Any, target: Tensor, steps: int = 
 def test_every_matrix_finds_its_own_scale(layout: str, name: str) -> None:
     rule, options = RULES[name]
     parameter = weight(layout)
-    if name == "muon" and parameter.is_complex():
+    if TABLE[name].searches and parameter.is_complex():
         options = {**options, "lr": 0.02}
     target, factors = target_of(parameter)
     opt = rule([parameter], scale_pull=0.0, **options)
     fit(parameter, opt, target)
     is_half = parameter.dtype == torch.bfloat16
     found = scales(parameter, parameter.manifold)
-    near = 0.05 if name == "muon" else 0.01  # whose step is as long wherever it is
+    near = 0.05 if TABLE[name].searches else 0.01  # whose step is as long wherever it is
     torch.testing.assert_close(found, factors, rtol=near, atol=0.0)
     assert float(so.orthonormality_error(parameter)) < (1e-2 if is_half else 1e-12)
 
@@ -211,7 +212,7 @@ def test_without_a_slope_g_returns_to_its_start(name: str) -> None:
     parameter.grad = torch.zeros_like(parameter)
     opt = rule([parameter], **options)
     opt.step()
-    rate = options["lr"] if name == "sgd" else min(options["lr"] / 0.5, CAP)
+    rate = options["lr"] if TABLE[name].proportional else min(options["lr"] / 0.5, CAP)
     assert float(g_of(parameter)) == pytest.approx(0.5 + 0.1 * (1 - rate * PULL), rel=1e-9)
     for _ in range(3):
         before = abs(float(g_of(parameter)) - 0.5)
@@ -501,7 +502,7 @@ def test_on_an_accelerator_it_is_the_same_step(name: str, monkeypatch: pytest.Mo
             opt.step()
         trained.append([parameter.detach() for parameter in parameters])
     for ours, theirs in zip(*trained, strict=True):
-        bound = 1e-2 if name == "muon" else 1e-8  # an iteration reads how far it has come
+        bound = 1e-2 if TABLE[name].searches else 1e-8  # an iteration reads how far it has come
         torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
@@ -526,7 +527,7 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
         for grad in slopes(3, 12, ours.shape):
             ours.grad, theirs.grad = grad, grad.clone()
             opt.step(), other.step()
-        bound = 1e-5 if name == "muon" else 1e-10
+        bound = 1e-5 if TABLE[name].searches else 1e-10
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=bound)
 
 

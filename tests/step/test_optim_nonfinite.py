@@ -519,7 +519,7 @@ def test_gradients_up_to_the_limit_move(
 def test_warnings_show_the_line_of_the_user(scheduled: bool) -> None:
     """However many functions of torch lie between: a scheduler puts one more around the step."""
     with pytest.warns(UserWarning, match="no parameter is constrained") as heard:
-        so.StiefelAdamW([nn.Parameter(torch.eye(3))])
+        so.StiefelAdamW([nn.Parameter(torch.eye(3)) for _ in range(2)])
     weight = so.ManifoldParameter(torch.eye(6, 3))
     opt = so.StiefelSGD([weight], lr=0.1)
     if scheduled:
