@@ -207,7 +207,8 @@ class _Keeper:
         self._values: list[Tensor] = []  # of their parameters
         self._stacks: list[Stack] = []
         self._points: list[Tensor] = []  # X of each stack during a step
-        self._partial: list[tuple[Tensor, Tensor]] = []  # parameters with plain rows, their values
+        self._plain: list[Tensor] = []  # rows of constrained weights that are plain
+        self._kept: list[Tensor] = []  # their values of before a step
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
         self._tags: dict[Tensor, Any] = {}  # by parameter, as they were last seen
@@ -259,7 +260,7 @@ class _Keeper:
         for stack, point in zip(self._stacks, self._points, strict=True):
             with exact_products(point):
                 _move(stack, self._values, point, type(optimizer).__name__)
-        self._points, self._partial = [], []
+        self._points = []
         for weight in self._weights:
             self._written[weight.parameter] = _version_of(weight.parameter)
 
@@ -271,8 +272,8 @@ class _Keeper:
         points, self._points = self._points, []
         for stack, point in zip(self._stacks if points else (), points, strict=True):
             stack.write(self._values, point)
-        for parameter, value in self._partial if points else ():
-            parameter.copy_(value)
+        for rows, kept in zip(self._plain, self._kept if points else (), strict=False):
+            rows.copy_(kept)
         for weight in self._weights if points else ():
             self._written[weight.parameter] = _version_of(weight.parameter)
 
@@ -309,9 +310,12 @@ class _Keeper:
         if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
             self._weights, self._values = weights, [w.parameter.detach() for w in weights]
             self._stacks = stacks_of(self._values, [weight.reading for weight in weights])
+            pairs = zip(self._values, weights, strict=True)
+            self._plain = [part for value, w in pairs for part in w.reading.plain_parts(value)]
+            self._kept = list(map(torch.empty_like, self._plain))
         self._points = self._here()
-        in_part = [w.parameter for w in weights if w.reading.rows is not None]
-        self._partial = [(parameter, parameter.clone()) for parameter in in_part]
+        if self._plain:
+            torch._foreach_copy_(self._kept, self._plain)
 
     def _changed(self, weights: list[_Weight]) -> list[_Weight]:
         """Return those that are new, or written to behind the step before."""
