@@ -482,13 +482,13 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     here = widened(stack.read(values))
     step = here - point
     size = step.abs().amax(dim=(-2, -1), keepdim=True)
-    moved = size != 0  # NaN has moved
-    x, step = _unscaled(point, stack), _unscaled(_measured(step, size, stack.scale), stack)
+    reads = reader_for(size).is_exact
+    least, largest = map(float, torch.aminmax(size)) if reads else (0.0, math.inf)
+    x, step = _unscaled(point, stack), _unscaled(_measured(step, size, largest, stack.scale), stack)
     new_point, tangent = _retracted(x, project_tangent(x, step))
     if stack.scale != 1.0:
         new_point = new_point * stack.scale
-    reads = reader_for(moved).is_exact
-    if reads and bool(moved.all() & torch.isfinite(new_point.sum())):
+    if reads and least != 0 and bool(torch.isfinite(new_point.sum())):  # NaN has moved
         stack.write(values, new_point)
         return tangent
     ok = are_finite(new_point)[:, None, None]
@@ -499,18 +499,19 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
             "stay where they were",
             stacklevel=users_level(),
         )
-    stack.write(values, torch.where(moved, torch.where(ok, new_point, point), here))
+    stack.write(values, torch.where(size != 0, torch.where(ok, new_point, point), here))
     return tangent
 
 
-def _measured(step: Tensor, size: Tensor, scale: float) -> Tensor:
+def _measured(step: Tensor, size: Tensor, largest: float, scale: float) -> Tensor:
     """Return steps, shortened where rounding of X'X times their length would not be small.
 
-    ``size`` is their largest entry. What is tangent in a longer step is nothing but rounding.
+    ``size`` is their largest entry, ``largest`` that of all, or inf where nothing is read. What is
+    tangent in a longer step is nothing but rounding.
     """
     most = 0.1 * scale / orthonormality_tolerance(step.dtype, step.size(-2))
     most /= math.sqrt(step.size(-2) * step.size(-1))
-    if reader_for(size).is_exact and float(size.max()) <= most:
+    if largest <= most:
         return step
     return step * (most / size).clamp(max=1.0)
 
