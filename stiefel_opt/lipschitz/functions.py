@@ -524,7 +524,7 @@ def _attribute(node: fx.Node, args: Any, walk: Walk) -> Any:
 
 
 class _Unknown(tuple[Any, ...]):
-    """A shape of which nothing is known."""
+    """An unknown shape."""
 
     @override
     def __getitem__(self, index: Any) -> Any:

@@ -242,7 +242,7 @@ def check_weight(name: str, value: Tensor) -> None:
 
 
 def module_shape(module: Any, shape: Shape, walk: Walk) -> Shape:
-    """Return what is known of the shape of a module's output."""
+    """Return the shape of a module's output, as far as it is known."""
     rule = rule_for(module)
     kind = None if rule is None else rule.kind
     if kind in _KEEP_SHAPE:

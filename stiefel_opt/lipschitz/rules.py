@@ -78,7 +78,7 @@ def lipschitz_rule(kind: type[nn.Module]) -> Callable[[FunctionT], FunctionT]:
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """Return what is known of the type of ``module``, or None."""
+    """Return the rule for the type of ``module``, or None."""
     kind = parametrize.type_before_parametrizations(module)
     if kind in RULES:
         return RULES[kind]

@@ -73,6 +73,7 @@ from stiefel_opt.optim import (
     StiefelAdam,
     StiefelOptimizer,
     StiefelSGD,
+    checks,
     largest_of,
 )
 
@@ -397,8 +398,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     @override
     def resolved(self, group: Group) -> Group:
-        given = {"radius": 1.0, "nesterov": False}
-        return super().resolved({**group, **{k: v for k, v in given.items() if group[k] is None}})
+        return super().resolved(checks.resolved(group, radius=1.0, nesterov=False))
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:

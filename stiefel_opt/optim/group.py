@@ -456,7 +456,7 @@ class WeightGroup:
         staying = self._staying
         if len(moved) < len(self.weights):
             staying = staying | set(range(len(self.weights))).difference(moved)
-        # whoever looked has waited already
+        # the look has waited already
         if self._ok is not None and self._changed and has_values(self._ok):
             staying = staying | {place for place in self._changed if not self._ok[place]}
         for place in staying:

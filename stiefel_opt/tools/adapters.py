@@ -392,7 +392,7 @@ def _convert_torch(model: nn.Module) -> list[Line]:
 
 
 def _nothing_to_export(model: nn.Module, adapter: str | None) -> str:
-    """Return the message for a model, or an adapter of it, of which nothing is constrained."""
+    """Return the message for a model, or an adapter of it, without a constrained weight."""
     layers = list(_layers(model, None))
     constrained = sorted({key for _, layer, key in layers if _is_constrained(layer, key)})
     wanted = "have constrained adapters"
