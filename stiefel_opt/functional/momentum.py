@@ -60,6 +60,8 @@ from stiefel_opt.functional.flows import (
     Length,
     Move,
     Scalar,
+    Squares,
+    StepFactors,
     Tensors,
     corrected,
     coupling,
@@ -73,12 +75,9 @@ from stiefel_opt.numerics.linalg import (
     Sums,
     add_product,
     add_product_,
-    apply_step,
-    composed,
     half_error_,
     is_halved,
     product,
-    scale_and_add_,
 )
 
 # Names of state: Z and U, and B, L and N of U = B L - X N, where N = X'B L.
@@ -138,11 +137,10 @@ def sgd(
         return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
     minus_g = normal_force(X, S, G)
     if Z is None:
-        (W,) = sums((minus_g, minus_g))
-        factors = step_factors_of(direction, W, lr, reader, S)
-        within, R = composed(factors.rotation, factors.shortening)
-        new_X = apply_step(X, within, minus_g, R, factors.step)
-        return new_X, {}, factors.length
+        squares = Squares(direction, 2, lr, reader)
+        sums((minus_g, minus_g), into=squares.move, alpha=squares.alpha)
+        factors = step_factors_of(direction, squares, S)
+        return _moved_along(X, minus_g, factors, factors.within()), {}, factors.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
     V = minus_g.add_(U, alpha=momentum) if nesterov else U.clone()
@@ -228,20 +226,24 @@ def _step_unprojected(
         new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
     else:
         new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
-    (W,) = sums((new_B, new_B))  # 4
-    factors = step_factors_of(direction, W, lr, reader, S)
-    rotation, shortening, _, step, length = factors
-    within, R = composed(rotation, shortening)
+    squares = Squares(direction, 2, lr, reader)
+    sums((new_B, new_B), into=squares.move, alpha=squares.alpha)  # 4
+    factors = step_factors_of(direction, squares, S)
+    length, step, R = factors.length, factors.step, factors.root
+    excess = length.squares[X.size(0) :]  # E / scale
     if FACTOR not in state:
-        new = carried_skew(new_Z, rotation, "projected")
-        new[OVERLAP] = torch.bmm(R, W) * step
-    else:  # R^(-1) = (I + eta^2 W) R
-        scale = length.scale  # 1 where W may have been shortened
-        excess = W if scale != 1.0 else length.squares[X.size(0) :]
-        new = {SKEW: new_Z, OVERLAP: W * step, FACTOR: torch.baddbmm(R, excess, R, alpha=scale)}
-    del factors, rotation, shortening  # frees memory before a tall product
-    new_X = apply_step(X, within, new_B, R, step)  # 5, 6
+        new = carried_skew(new_Z, factors.rotation, "projected")
+        new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
+    else:  # R^(-1) = (I + E) R
+        L = torch.baddbmm(R, excess, R, alpha=length.scale)
+        new = {SKEW: new_Z, OVERLAP: step.over(excess, length.scale), FACTOR: L}
+    new_X = _moved_along(X, new_B, factors, factors.within())  # 5, 6
     return new_X, new | {UNPROJECTED: new_B}, length
+
+
+def _moved_along(X: Tensor, V: Tensor, factors: StepFactors, within: Tensor) -> Tensor:
+    """Return X + X ``within`` + eta V R, which rounds less than X times I + ``within``."""
+    return factors.step.add_product_(add_product(X, X, within), V, factors.root)
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -293,28 +295,32 @@ def advance(
     where the first is the rotation of X D into X_new that changes nothing normal to both. With
     S = X'G given V is normal to X; without it a part of V along X is taken out.
     """
-    if transport == "isometric":  # this transport needs V itself to be normal
+    squares, is_isometric = Squares(direction, 2, lr, reader), transport == "isometric"
+    overlap = None
+    if is_isometric:  # this transport needs V itself to be normal
         if S is None:
             (overlap,) = sums((X, V))
             V = add_product_(V, X, overlap, alpha=-1.0)
-        W, C = sums((V, V), (V, U))
-        factors = step_factors_of(direction, W, lr, reader, S, companion=True)
-        step, turned = factors.step, add_product(X, X, factors.rotation)  # X D
-        moved = scale_and_add_(V, turned, step)
+        _, C = sums((V, V), (V, U), into=squares.move, alpha=squares.alpha)
+    else:
+        pairs = (V, V), (V, U), (X, V)
+        _, C, overlap = sums(*pairs, into=squares.move, alpha=squares.alpha)
+        squares.move.baddbmm_(overlap.mH, overlap, alpha=-squares.alpha)
+    factors = step_factors_of(direction, squares, S, companion=is_isometric)
+    step = factors.step
+    if is_isometric:
+        turned = add_product(X, X, factors.rotation)  # X D
+        moved = step.add_to(turned, V)
         new_X = add_product(moved, moved, factors.shortening)
         C, base = torch.bmm(factors.companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
-        W, C, overlap = sums((V, V), (V, U), (X, V))
-        W = torch.baddbmm(W, overlap.mH, overlap, alpha=-1.0)
-        factors = step_factors_of(direction, W, lr, reader, S)
-        step = factors.step
-        within, R = composed(factors.rotation, factors.shortening)
-        within -= torch.bmm(overlap, R) * step
-        new_X = apply_step(X, within, V, R, step)
+        R = factors.root
+        within = factors.within().baddbmm_(overlap, step.times(R), alpha=-step.number)  # type: ignore[arg-type]
+        new_X = _moved_along(X, V, factors, within)
         C, base = torch.bmm(R, C), new_X
         new = carried_skew(new_Z, factors.rotation, transport)
-    new[NORMAL] = add_product_(U, base, C, alpha=-step)
+    new[NORMAL] = step.add_product_(U, base, C, sign=-1)
     return new_X, new, factors.length
 
 
