@@ -95,7 +95,7 @@ BARS = [
     ("adam", (128, 2), 10),
 ]
 # A small weight costs what its calls cost.
-CALLS = {"sgd": {"skip": 64, "ignore": 50}, "adam": {"skip": 106, "ignore": 91}}
+CALLS = {"sgd": {"skip": 70, "ignore": 56}, "adam": {"skip": 106, "ignore": 91}}
 
 
 @pytest.mark.parametrize(
