@@ -217,8 +217,10 @@ class _Form:
                 options = {"generator": generator, "dtype": self.dtype, "device": device}
                 values.append(random_point(*shape, manifold=reading, **options))  # type: ignore[arg-type]
             if index and is_free and self.component(values) == self.component(drawn[-1]):
-                dim = self.readings[0].dimensions(values[0].ndim)[0]  # type: ignore[union-attr]
-                values[0].select(dim, 0).neg_()
+                row = values[0]
+                for dim in sorted(first.dims(row.ndim).rows, reverse=True):  # type: ignore[union-attr]
+                    row = row.select(dim, 0)
+                row.neg_()
             drawn.append(values)
         return drawn
 
@@ -381,7 +383,7 @@ class _Product:
         if reading is None or reading.rows is None:
             return tensor
         one = self.form.shapes[place]
-        dim = reading.dimensions(len(one))[0] - len(one)
+        dim = reading.dims(len(one)).rows[0] - len(one)
         start, stop = reading.rows[index]  # type: ignore[misc]
         return tensor.narrow(dim, start, stop - start)
 
