@@ -151,7 +151,8 @@ class Stiefel:
             raise ValueError(fail(name, wanted, f"shape {size}", remedy))
         if math.prod(size) == 0:
             raise ValueError(fail(name, "not be empty", f"shape {size}", "leave it untagged"))
-        self._check_dims(size, name)
+        if self._names_dims():
+            self._check_dims(size, name)
         row_count = self.size(size)[0]
         for start, stop, heads in self._spans(row_count):
             if stop > row_count:
@@ -169,7 +170,8 @@ class Stiefel:
 
     def _check_dims(self, size: tuple[int, ...], name: str) -> None:
         """Raise for dimensions that a tensor lacks or that are named twice, and for none."""
-        ndim, remedy, seen = len(size), f"its shape is {size}", set[int]()
+        ndim, remedy = len(size), f"its shape is {size}"
+        seen: set[int] = set()
         said: list[tuple[str, Any]]
         said = [("row_dims", self.row_dims), ("column_dims", self.column_dims)]
         for called, dims in said:

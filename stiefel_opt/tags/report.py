@@ -202,8 +202,8 @@ class Report:
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
         left = ", ".join(f"{name} ({manifold})" for name, manifold in self.others)
-        notes = [f"left to geoopt: {left}"] if left else []
-        return "\n".join([table(rows), *notes, *self.notes])
+        notes = [*self.notes, f"left to geoopt: {left}"] if left else self.notes
+        return "\n".join([table(rows), *notes])
 
     @override
     def __repr__(self) -> str:
@@ -281,7 +281,8 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     found = list(constrained(model))
     # Another package's optimizer may hold copies. Which weights it steps is then not known.
     is_known = bool(known) or any(id(weight) in held for _, weight, _, _ in found)
-    lines, notes = [], []
+    lines: list[Line] = []
+    batches: dict[str, list[str]] = {}
     for name, weight, reading, kind in found:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -308,11 +309,11 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         )
         lines.append(line)
         if not is_layer(owner) and (note := reading.unsaid_batch(shape)):
-            notes.append(f"{name}: {note}")
+            batches.setdefault(note, []).append(name)
     others = tuple(
         (name, type(parameter.manifold).__name__)  # type: ignore[attr-defined]
         for name, parameter in model.named_parameters()
         if is_others(parameter)
     )
-    is_stepped = optimizer is not None
-    return Report(tuple(lines), with_steps=is_stepped, others=others, notes=tuple(notes))
+    notes = tuple(f"{', '.join(names)}: {note}" for note, names in batches.items())
+    return Report(tuple(lines), with_steps=optimizer is not None, others=others, notes=notes)
