@@ -160,8 +160,7 @@ def constrain(
         said: Any = own_heads, rows, own_flatten, transposed, *options
         reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
-        reading = _scaled(reading, parameter, scale, each)
-        asked[each] = reading
+        asked[each] = _scaled(reading, parameter, scale, each)
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
