@@ -19,9 +19,9 @@ from stiefel_opt.numerics.device import Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
+    Step,
     Sums,
     add_product,
-    add_product_,
     add_to_diagonal_,
     are_finite,
     half_error_,
@@ -41,6 +41,7 @@ METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
 SATURATION: Final = 4.0
+_MOST: Final = SATURATION**2
 # Limits on the last step's bound, squares of tangents: below 14 degrees exact knowledge saves
 # little; above, the square may grow fourfold from step to step.
 _SHORT: Final = 0.06
@@ -138,131 +139,6 @@ def corrected(
 # ---- moves -------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
-    """The learning rate as it is cut: eta = number * factor, where None is 1."""
-
-    number: float
-    factor: Tensor | None = None
-    is_on_device: bool = False  # the factor may be 0
-
-    def times(self, small: Tensor) -> Tensor:
-        """Return A times the factor."""
-        return small if self.factor is None else small * self.factor
-
-    def add_product_(self, target: Tensor, tall: Tensor, small: Tensor, sign: int = 1) -> Tensor:
-        """Add eta tall @ small to ``target`` in place."""
-        return add_product_(target, tall, self.times(small), alpha=sign * self.number)
-
-    def add_to(self, base: Tensor, tensor: Tensor) -> Tensor:
-        """Return base + eta A, in the memory of A."""
-        if self.factor is None:
-            return torch.add(base, tensor, alpha=self.number, out=tensor)
-        return torch.addcmul(base, tensor, self.factor, value=self.number, out=tensor)
-
-    def over(self, small: Tensor, scale: float) -> Tensor:
-        """Return scale A / eta, 0 where eta is."""
-        if self.factor is None:
-            return small * (scale / self.number if self.number else 0.0)
-        share = scale / self.number if self.number else 0.0
-        factor = self.factor + (self.factor == 0) if self.is_on_device else self.factor
-        return small * share / factor
-
-
-class Squares:
-    """E = eta^2 [K'K, V'V] of a step; off a CPU there is room for E^2 behind it.
-
-    Args:
-        skew: K, the direction of the turn, ``(k, m, m)``.
-        parts: 2, or 1 without a V.
-        lr: eta; a tensor is left out until :meth:`cut`.
-        reader: Whether numbers may be read.
-
-    Attributes:
-        move: Where alpha V'V belongs, ``(k, m, m)``.
-        alpha: eta^2, or 1.
-    """
-
-    def __init__(self, skew: Tensor, parts: int, lr: Scalar, reader: Reader) -> None:
-        self.count, self.lr, self.reader = skew.size(0), lr, reader
-        self.alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
-        shape = parts * self.count, *skew.shape[1:]
-        self._powers = skew.new_empty(1 if reader.is_exact else 2, *shape)
-        self.move = self._powers[0, self.count :]
-        own_gram(skew, self._powers[0, : self.count], self.alpha)
-
-    def cut(self, inner: Tensor | None = None) -> tuple[Length, Tensor | None, Step]:
-        """Return the length of the step, E^2 or None, and eta, cut where the step is too long.
-
-        Turn and move are cut by one s, by the bound |E|^2 <= |E^2|_F: s^2 E may be 4 times what the
-        reader knows of the step before, at least 0.06 and at most 16. Off a CPU so they are where
-        ``inner`` = X'G is too steep. The bound of a matrix whose gradient is not finite is not
-        finite: nothing of it may be used.
-        """
-        lr, reader, powers, most = self.lr, self.reader, self._powers, SATURATION**2
-        if reader.is_exact and not isinstance(lr, Tensor):
-            limit = largest_bound(powers[0])
-            if limit <= most:
-                return Length(powers[0], 1.0, limit, inner), None, Step(lr)
-        parts = powers[0].view(-1, self.count, *powers.shape[2:])
-        if isinstance(lr, Tensor):
-            parts.mul_(lr * lr)
-        unit: Scalar = 1.0
-        if reader.is_exact:  # squares of what is safe may leave floating point
-            unit = parts.abs().amax(dim=(0, 2, 3), keepdim=True)[0].clamp_(min=1.0)
-            powers = torch.stack([parts.div_(unit).flatten(0, 1)] * 2)
-        symmetric_product(powers[0], powers[0], powers[1])
-        bounds, limit = self._bounds(powers[1], inner, unit)
-        least = (limit / unit) ** 2
-        bound = bounds[0]
-        if len(bounds) == 2:  # eta |X'G|, of which the fourth power is as a square of E
-            steep = bounds[1].square()
-            share = 1.0 if isinstance(lr, Tensor) else lr**4
-            bound = torch.addcmul(bound, steep, steep, value=limit**2 * share / reader.steepest**4)
-        if isinstance(least, Tensor):
-            bound = torch.maximum(bound, least.view(-1))
-        else:
-            bound = bound.clamp(min=least)
-        factors = torch.empty(3, self.count, dtype=powers.real.dtype, device=powers.device)
-        torch.pow(bound, numbers_on(bound, -0.5, -1.0, -0.25).unsqueeze(-1), out=factors)
-        factors = factors[..., None, None]
-        powers.view(2, -1, *parts.shape[1:]).mul_(factors[:2].unsqueeze(1))
-        factor, number = factors[2], math.sqrt(limit)
-        if reader.is_exact:
-            factor = factor / unit.sqrt()  # type: ignore[union-attr]
-        if isinstance(lr, Tensor):
-            factor = factor * lr
-        else:
-            number *= lr
-        length = Length(powers[0], limit, limit, inner, bound=bounds[0].view(-1, 1, 1))
-        return length, powers[1], Step(number, factor, isinstance(lr, Tensor))
-
-    def _bounds(self, square: Tensor, inner: Tensor | None, unit: Scalar) -> tuple[Tensor, float]:
-        """Return |E^2|_F of turn and move and maybe |X'G|, ``(., k)``, and a limit of E."""
-        lr, reader = self.lr, self.reader
-        is_steep = inner is not None and reader.steepest < math.inf
-        fine = finest_dtype(square)  # or squares of steps above 6e4 rad would overflow
-        rows = torch.empty(1 + is_steep, self.count, dtype=fine.to_real(), device=square.device)
-        both = square.view(-1, self.count, *square.shape[1:])
-        torch.linalg.vector_norm(both, dim=(0, 2, 3), dtype=fine, out=rows[0])
-        share = 1.0 if isinstance(lr, Tensor) else lr * lr
-        names, units = ["length"], [share**-2.0 if share * share else math.inf]
-        if inner is not None and is_steep:
-            torch.linalg.vector_norm(inner, dim=(-2, -1), dtype=fine, out=rows[1])
-            names.append("norm")
-            units.append(1.0 if isinstance(lr, Tensor) else abs(lr))
-        if isinstance(lr, Tensor):
-            rows[1:] *= lr.abs().flatten()
-        elif units[0] == math.inf:
-            return rows, SATURATION**2
-        if reader.is_exact:
-            reader.is_lost |= not bool((rows < math.inf).all())
-            sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
-            known = reader.numbers(("length",), sizes, (1.0,))[0] ** 0.5
-            return rows, min(max(known, _LEAST), SATURATION**2)
-        known = reader.numbers(tuple(names), rows, tuple(units))[0] ** 0.5 * share
-        return rows, min(max(_MARGIN * known, _SHORT), SATURATION**2)
-
-
 class StepFactors(NamedTuple):
     """Turn and polar retraction of a step in m x m matrices, for a direction V."""
 
@@ -272,34 +148,129 @@ class StepFactors(NamedTuple):
     companion: Tensor | None  # R (I + R)^(-1), if asked for
     step: Step
     length: Length  # its squares: of the turn, then of the move
-
-    def within(self) -> Tensor:
-        """Return D R - I, in the memory of R - I."""
-        return self.shortening.baddbmm_(self.rotation, self.root)
+    products: list[Tensor]  # that were asked for
 
 
 def step_factors_of(
-    skew: Tensor, squares: Squares, inner: Tensor | None = None, *, companion: bool = False
+    skew: Tensor,
+    V: Tensor,
+    lr: Scalar,
+    sums: Sums,
+    reader: Reader,
+    inner: Tensor | None = None,
+    *,
+    also: tuple[tuple[Tensor, Tensor], ...] = (),
+    is_projected: bool = False,
+    companion: bool = False,
 ) -> StepFactors:
-    """Return the turn along ``skew`` = K / eta and the retraction of V, for E of both.
+    """Return the turn along ``skew`` = K / eta and the retraction of V.
 
-    Both need (I + E)^(-1/2): one batch of 2k does it. Where the step is too long, or ``inner`` =
-    X'G makes it too steep, it is cut, see :meth:`Squares.cut`. ``companion``: also R (I + R)^(-1).
+    Both need (I + E)^(-1/2), for E = eta^2 [K'K, V'V]: one batch of 2k does it. Where the step is
+    too long, or ``inner`` = X'G makes it too steep, it is cut.
+
+    Args:
+        also: Pairs of tall matrices whose products are wanted.
+        is_projected: The last of them is X, V: the part of V along X counts for nothing.
+        companion: Whether R (I + R)^(-1) is wanted.
     """
-    length, second, step = squares.cut(inner)
-    companions, reads = squares.count if companion else 0, squares.reader.is_exact
+    count, reads = skew.size(0), reader.is_exact
+    alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
+    powers = skew.new_empty(1 if reads else 2, 2 * count, *skew.shape[1:])
+    squares = powers[0]
+    own_gram(skew, squares[:count], alpha)
+    _, *products = sums((V, V), *also, into=squares[count:], alpha=alpha)
+    if is_projected:
+        squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
+    limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
+    length, second, step = Length(squares, 1.0, limit, inner), None, Step(lr)  # type: ignore[arg-type]
+    if not limit <= _MOST:
+        length, second, step = _cut(powers, count, lr, reader, inner)
+    limit, scale, companions = length.limit, length.scale, count if companion else 0
     both = roots(
-        length.squares,
-        length.limit,
-        scale=length.scale,
-        companions=companions,
-        square=second,
-        reads=reads,
+        length.squares, limit, scale=scale, companions=companions, square=second, reads=reads
     )
     of_turn, of_move = both.difference.unsafe_chunk(2)
-    of_turns, root = plus_identity(both.difference).unsafe_chunk(2)
-    rotation = of_turn.baddbmm_(skew, step.times(of_turns), alpha=step.number)
-    return StepFactors(rotation, of_move, root, both.companion, step, length)
+    root_of_turn, root = plus_identity(both.difference).unsafe_chunk(2)
+    rotation = of_turn.baddbmm_(skew, step.times(root_of_turn), alpha=step.number)
+    return StepFactors(rotation, of_move, root, both.companion, step, length, products)
+
+
+def _cut(
+    powers: Tensor, count: int, lr: Scalar, reader: Reader, inner: Tensor | None
+) -> tuple[Length, Tensor, Step]:
+    """Return the length of a step, E^2 and eta, cut where the step is too long.
+
+    Turn and move are cut by one s, by the bound |E|^2 <= |E^2|_F: s^2 E may be 4 times what the
+    reader knows of the step before, at least 0.06 and at most 16. Off a CPU so they are where
+    ``inner`` = X'G is too steep. The bound of a matrix whose gradient is not finite is not finite:
+    nothing of it may be used. ``powers`` has E, without eta^2 if that is a tensor, and maybe room
+    for E^2; both are divided by their limit, which is the scale of the length.
+    """
+    parts = powers[0].view(-1, count, *powers.shape[2:])
+    if isinstance(lr, Tensor):
+        parts.mul_(lr * lr)
+    unit: Scalar = 1.0
+    if reader.is_exact:  # squares of what is safe may leave floating point
+        unit = parts.abs().amax(dim=(0, 2, 3), keepdim=True)[0].clamp_(min=1.0)
+        parts.div_(unit)
+        powers = torch.stack([powers[0]] * 2)
+    symmetric_product(powers[0], powers[0], powers[1])
+    bounds, limit = _bounds(powers[1], count, lr, reader, inner, unit)
+    bound, least = bounds[0], (limit / unit) ** 2
+    if len(bounds) == 2:  # eta |X'G|, of which the fourth power is as a square of E
+        steep = bounds[1].square()
+        share = 1.0 if isinstance(lr, Tensor) else lr**4
+        bound = torch.addcmul(bound, steep, steep, value=limit**2 * share / reader.steepest**4)
+    if isinstance(least, Tensor):
+        bound = torch.maximum(bound, least.view(-1))
+    else:
+        bound = bound.clamp(min=least)
+    factors = torch.empty(3, count, dtype=powers.real.dtype, device=powers.device)
+    torch.pow(bound, numbers_on(bound, -0.5, -1.0, -0.25).unsqueeze(-1), out=factors)
+    factors = factors[..., None, None]
+    powers.view(2, -1, *parts.shape[1:]).mul_(factors[:2].unsqueeze(1))
+    factor, number = factors[2], math.sqrt(limit)
+    if reader.is_exact:
+        factor = factor / unit.sqrt()  # type: ignore[union-attr]
+    if isinstance(lr, Tensor):
+        factor = factor * lr
+    else:
+        number *= lr
+    length = Length(powers[0], limit, limit, inner, bound=bounds[0].view(-1, 1, 1))
+    return length, powers[1], Step(number, factor, isinstance(lr, Tensor))
+
+
+def _bounds(
+    square: Tensor,
+    count: int,
+    lr: Scalar,
+    reader: Reader,
+    inner: Tensor | None,
+    unit: Scalar,
+) -> tuple[Tensor, float]:
+    """Return |E^2|_F of turn and move and maybe |X'G|, ``(., k)``, and a limit of E."""
+    is_steep = inner is not None and reader.steepest < math.inf
+    fine = finest_dtype(square)  # or squares of steps above 6e4 rad would overflow
+    rows = torch.empty(1 + is_steep, count, dtype=fine.to_real(), device=square.device)
+    both = square.view(-1, count, *square.shape[1:])
+    torch.linalg.vector_norm(both, dim=(0, 2, 3), dtype=fine, out=rows[0])
+    share = 1.0 if isinstance(lr, Tensor) else lr * lr
+    names, units = ["length"], [share**-2.0 if share * share else math.inf]
+    if inner is not None and is_steep:
+        torch.linalg.vector_norm(inner, dim=(-2, -1), dtype=fine, out=rows[1])
+        names.append("norm")
+        units.append(1.0 if isinstance(lr, Tensor) else abs(lr))
+    if isinstance(lr, Tensor):
+        rows[1:] *= lr.abs().flatten()
+    elif units[0] == math.inf:
+        return rows, _MOST
+    if reader.is_exact:
+        reader.is_lost |= not bool((rows < math.inf).all())
+        sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
+        known = reader.numbers(("length",), sizes, (1.0,))[0] ** 0.5
+        return rows, min(max(known, _LEAST), _MOST)
+    known = reader.numbers(tuple(names), rows, tuple(units))[0] ** 0.5 * share
+    return rows, min(max(_MARGIN * known, _SHORT), _MOST)
 
 
 def rotation_of_square(
@@ -328,11 +299,19 @@ def _of_square(
     compute: Callable[[], Tensor], lr: Scalar, reader: Reader
 ) -> tuple[Tensor, Step, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
-    length, second, step = Squares(compute(), 1, lr, reader).cut()
+    turn, reads = compute(), reader.is_exact
+    powers = turn.new_empty(1 if reads else 2, *turn.shape)
+    own_gram(turn, powers[0], 1.0 if isinstance(lr, Tensor) else lr * lr)
+    count, size = turn.size(0), turn.size(-1)
+    del turn
+    limit = largest_bound(powers[0]) if reads and not isinstance(lr, Tensor) else math.inf
+    length, second, step = Length(powers[0], 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
+    if not limit <= _MOST:
+        length, second, step = _cut(powers, count, lr, reader, None)
     square, scale, limit = length[:3]
-    is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is stored instead
-    length = length._replace(squares=largest_eigenvalue(square)) if is_large else length
-    root = roots(square, limit, scale=scale, square=second, reads=reader.is_exact)
+    if size > MEDIUM:  # as large as the parameter: a number is stored instead
+        length = length._replace(squares=largest_eigenvalue(square))
+    root = roots(square, limit, scale=scale, square=second, reads=reads)
     return root.difference, step, length
 
 
@@ -398,9 +377,7 @@ class _PrefixedReader(Reader):
         return self._reader.numbers(tuple("coupling " + name for name in names), rows, units)
 
 
-def _longest(
-    lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = SATURATION**2
-) -> float:
+def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _MOST) -> float:
     """Return the eigenvalue bound for which the polynomial of the roots is planned.
 
     ``value()`` is the bound of this step, which the reader keeps for the next one. It is divided by

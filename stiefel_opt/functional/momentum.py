@@ -60,8 +60,6 @@ from stiefel_opt.functional.flows import (
     Length,
     Move,
     Scalar,
-    Squares,
-    StepFactors,
     Tensors,
     corrected,
     coupling,
@@ -137,10 +135,10 @@ def sgd(
         return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
     minus_g = normal_force(X, S, G)
     if Z is None:
-        squares = Squares(direction, 2, lr, reader)
-        sums((minus_g, minus_g), into=squares.move, alpha=squares.alpha)
-        factors = step_factors_of(direction, squares, S)
-        return _moved_along(X, minus_g, factors, factors.within()), {}, factors.length
+        factors = step_factors_of(direction, minus_g, lr, sums, reader, S)
+        within = factors.shortening.baddbmm_(factors.rotation, factors.root)  # D R - I
+        new_X = factors.step.add_product_(add_product(X, X, within), minus_g, factors.root)
+        return new_X, {}, factors.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
     V = minus_g.add_(U, alpha=momentum) if nesterov else U.clone()
@@ -226,24 +224,18 @@ def _step_unprojected(
         new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
     else:
         new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
-    squares = Squares(direction, 2, lr, reader)
-    sums((new_B, new_B), into=squares.move, alpha=squares.alpha)  # 4
-    factors = step_factors_of(direction, squares, S)
-    length, step, R = factors.length, factors.step, factors.root
+    factors = step_factors_of(direction, new_B, lr, sums, reader, S)  # 4
+    rotation, shortening, R, _, step, length, _ = factors
     excess = length.squares[X.size(0) :]  # E / scale
     if FACTOR not in state:
-        new = carried_skew(new_Z, factors.rotation, "projected")
+        new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
     else:  # R^(-1) = (I + E) R
         L = torch.baddbmm(R, excess, R, alpha=length.scale)
         new = {SKEW: new_Z, OVERLAP: step.over(excess, length.scale), FACTOR: L}
-    new_X = _moved_along(X, new_B, factors, factors.within())  # 5, 6
-    return new_X, new | {UNPROJECTED: new_B}, length
-
-
-def _moved_along(X: Tensor, V: Tensor, factors: StepFactors, within: Tensor) -> Tensor:
-    """Return X + X ``within`` + eta V R, which rounds less than X times I + ``within``."""
-    return factors.step.add_product_(add_product(X, X, within), V, factors.root)
+    # X + X (D R - I) rounds less than X (D R)
+    new_X = add_product(X, X, shortening.baddbmm_(rotation, R))  # 5, 6
+    return step.add_product_(new_X, new_B, R), new | {UNPROJECTED: new_B}, length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -295,33 +287,28 @@ def advance(
     where the first is the rotation of X D into X_new that changes nothing normal to both. With
     S = X'G given V is normal to X; without it a part of V along X is taken out.
     """
-    squares, is_isometric = Squares(direction, 2, lr, reader), transport == "isometric"
-    overlap = None
-    if is_isometric:  # this transport needs V itself to be normal
+    if transport == "isometric":  # this transport needs V itself to be normal
         if S is None:
             (overlap,) = sums((X, V))
             V = add_product_(V, X, overlap, alpha=-1.0)
-        _, C = sums((V, V), (V, U), into=squares.move, alpha=squares.alpha)
-    else:
-        pairs = (V, V), (V, U), (X, V)
-        _, C, overlap = sums(*pairs, into=squares.move, alpha=squares.alpha)
-        squares.move.baddbmm_(overlap.mH, overlap, alpha=-squares.alpha)
-    factors = step_factors_of(direction, squares, S, companion=is_isometric)
-    step = factors.step
-    if is_isometric:
-        turned = add_product(X, X, factors.rotation)  # X D
+        factors = step_factors_of(direction, V, lr, sums, reader, S, also=((V, U),), companion=True)
+        rotation, shortening, _, companion, step, length, (C,) = factors
+        turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
-        new_X = add_product(moved, moved, factors.shortening)
-        C, base = torch.bmm(factors.companion, C), turned.add_(new_X)  # type: ignore[arg-type]
+        new_X = add_product(moved, moved, shortening)
+        C, base = torch.bmm(companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
-        R = factors.root
-        within = factors.within().baddbmm_(overlap, step.times(R), alpha=-step.number)  # type: ignore[arg-type]
-        new_X = _moved_along(X, V, factors, within)
+        pairs = (V, U), (X, V)
+        factors = step_factors_of(direction, V, lr, sums, reader, S, also=pairs, is_projected=True)
+        rotation, shortening, R, _, step, length, (C, overlap) = factors
+        within = shortening.baddbmm_(rotation, R)
+        within.baddbmm_(overlap, step.times(R), alpha=-step.number)
+        new_X = step.add_product_(add_product(X, X, within), V, R)
         C, base = torch.bmm(R, C), new_X
-        new = carried_skew(new_Z, factors.rotation, transport)
+        new = carried_skew(new_Z, rotation, transport)
     new[NORMAL] = step.add_product_(U, base, C, sign=-1)
-    return new_X, new, factors.length
+    return new_X, new, length
 
 
 def turn_square(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,6 +214,35 @@ def add_product_(
     if target.stride(-1) == 1:
         return target.baddbmm_(tall, small, alpha=alpha)
     return target.mT.baddbmm_(small.mT, tall.mT, alpha=alpha).mT
+
+
+class Step(NamedTuple):
+    """The learning rate of a step that may be cut: eta = number * factor, where None is 1."""
+
+    number: float
+    factor: Tensor | None = None  # ``(k, 1, 1)``
+    may_vanish: bool = False  # a factor may be 0
+
+    def times(self, small: Tensor) -> Tensor:
+        """Return A times the factor."""
+        return small if self.factor is None else small * self.factor
+
+    def add_product_(self, target: Tensor, tall: Tensor, small: Tensor, sign: int = 1) -> Tensor:
+        """Add eta tall @ small to ``target`` in place."""
+        return add_product_(target, tall, self.times(small), alpha=sign * self.number)
+
+    def add_to(self, base: Tensor, tensor: Tensor) -> Tensor:
+        """Return base + eta A, in the memory of A."""
+        if self.factor is None:
+            return torch.add(base, tensor, alpha=self.number, out=tensor)
+        return torch.addcmul(base, tensor, self.factor, value=self.number, out=tensor)
+
+    def over(self, small: Tensor, scale: float) -> Tensor:
+        """Return scale A / eta, 0 where eta is."""
+        result = small * (scale / self.number if self.number else 0.0)
+        if self.factor is None:
+            return result
+        return result.div_(self.factor + (self.factor == 0) if self.may_vanish else self.factor)
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:
