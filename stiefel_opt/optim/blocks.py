@@ -216,12 +216,12 @@ class Stack:
         return -(-count // min(pieces, count))
 
 
-def joined(states: list[StateDict], name: str, shards: Shards | None = None) -> Tensor:
-    """Join the state ``name`` of several parameters, and leave views in its place."""
-    shown = [state[name] for state in states]
+def joined(slots: list[tuple[StateDict, str]], shards: Shards | None = None) -> Tensor:
+    """Join state of several parameters, and leave views in its place."""
+    shown = [state[name] for state, name in slots]
     tensors = [local_part(tensor) for tensor in shown]
     whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
-    for state, earlier, view in zip(states, shown, views_of(whole), strict=True):
+    for (state, name), earlier, view in zip(slots, shown, views_of(whole), strict=True):
         state[name] = view if shards is None else shards.like(view, earlier)
     return whole
 
@@ -234,7 +234,7 @@ def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
             shape = local_part(weight.state[MASTER]).shape
             kinds.setdefault((shape, weight.dtype, id(weight.shards)), []).append(weight)
     return [
-        (joined([weight.state for weight in members], MASTER, members[0].shards), members)
+        (joined([(weight.state, MASTER) for weight in members], members[0].shards), members)
         for members in kinds.values()
     ]
 

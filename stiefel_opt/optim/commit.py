@@ -137,6 +137,10 @@ class ScaleRule(NamedTuple):
         return partial(bound, is_embedded=self.is_embedded)
 
 
+# By batch the places of weights that have been written, and which of them moved; None: all.
+Moved = dict[Any, tuple[list[int], Tensor | None]]
+
+
 class LastStep(NamedTuple):
     """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
 
@@ -165,6 +169,8 @@ class Batch:
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.is_new = True  # nobody has looked at what the rule returns
+        self.is_joint = False  # its group judges the gradients
+        self.bounded_by: Any = None  # the rule whose steps judge the gradients
         self.is_foreign = False  # whether its rule is not of this package
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
@@ -235,7 +241,9 @@ class Batch:
         return index_on(self.blocks[0].weight.parameter.device, matrices)
 
     def of_each(self, of_block: Tensor) -> Tensor:
-        """Return ``(k, 1, 1)``: for each matrix the value of its block."""
+        """Return the value of its block for each matrix, ``(k, 1, 1)``; of one ``(1, 1, 1)``."""
+        if len(of_block) == 1 or self.each == 1:
+            return of_block.view(-1, 1, 1)
         return of_block.view(-1, 1).expand(-1, self.each).reshape(-1, 1, 1)
 
     def angles(self) -> dict[int, float]:
@@ -288,7 +296,7 @@ class Task(NamedTuple):
         ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not judged yet.
         is_due: Whether rounding is removed in this step.
         is_changed: Whether somebody else has written to one of the tensors.
-        done: Takes the places of what has been written.
+        done: Takes the places of what has been written, and which of them moved.
     """
 
     batch: Batch
@@ -301,7 +309,7 @@ class Task(NamedTuple):
     ok: Tensor | None
     is_due: bool
     is_changed: bool
-    done: set[int]
+    done: Moved
 
 
 def take_step(task: Task) -> tuple[list[int], Tensor | None]:
@@ -321,16 +329,26 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
     unsafe: list[int] = []
-    ok, grad_length = task.ok, math.inf
-    if task.options.nonfinite == "skip" and reader.is_exact:
-        ok, grad_length, unsafe = _judge(grad, task)
-        if len(unsafe) == len(task.places):
-            return unsafe, None
+    ok, grad_length, verdict = task.ok, math.inf, None
+    if task.options.nonfinite == "skip":
+        if reader.is_exact:
+            ok, grad_length, unsafe = _judge(grad, task)
+            if len(unsafe) == len(task.places):
+                return unsafe, None
+        elif not batch.is_joint and batch.bounded_by is not task.options.rule:
+            lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
+            verdict = lengths <= LARGEST_SAFE[grad.dtype]
+            ok = batch.of_each(verdict)
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
+    batch.bounded_by = None
+    if isinstance(length, Length) and length.bound is not None and not reader.is_exact:
+        batch.bounded_by = task.options.rule
+        if task.options.nonfinite != "ignore":
+            ok, verdict = _sound(length.bound, ok, verdict, task)
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
     is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
@@ -348,8 +366,8 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         if is_moving:
             point = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, point, chosen, stored)
-        task.done.update(task.places)
-        task.done.difference_update(unsafe)
+        moved = [place for place in task.places if place not in unsafe] if unsafe else task.places
+        task.done[batch] = moved, verdict
 
     try:
         write()
@@ -459,6 +477,24 @@ def _without_scale(move: Any, scale: Scalar) -> tuple[Any, Scalar]:
     if isinstance(move, tuple) and len(move) == 3 and isinstance(move[1], dict):
         scale = move[1].pop(SCALE, scale)
     return move, scale
+
+
+def _sound(
+    bound: Tensor, ok: Tensor | None, verdict: Tensor | None, task: Task
+) -> tuple[Tensor, Tensor | None]:
+    """Return a mask of the matrices that move, ``(k, 1, 1)``, and which of the weights do.
+
+    The bound of a step is not finite where a gradient is not, or where the step leaves floating
+    point: such a weight stays as a whole. Of one that several batches share the matrix stays.
+    """
+    if task.batch.is_joint:
+        sound = bound < math.inf
+        return sound if ok is None else sound & ok, None
+    if task.batch.each > 1:
+        bound = bound.view(len(task.places), -1).amax(dim=1)
+    sound = bound.view(-1) < math.inf
+    verdict = sound if verdict is None else sound & verdict
+    return task.batch.of_each(verdict), verdict
 
 
 def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
