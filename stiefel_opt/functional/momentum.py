@@ -50,7 +50,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -70,12 +70,15 @@ from stiefel_opt.functional.flows import (
 from stiefel_opt.numerics.device import Reader, reader_for
 from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
+    Packed,
     Sums,
     add_product,
     add_product_,
+    add_product_into,
     half_error_,
     is_halved,
     product,
+    room_for,
 )
 
 # Names of state: Z and U, and B, L and N of U = B L - X N, where N = X'B L.
@@ -84,6 +87,9 @@ NORMAL: Final = "momentum_normal"
 UNPROJECTED: Final = "momentum_unprojected"
 FACTOR: Final = "momentum_factor"
 OVERLAP: Final = "momentum_overlap"
+
+_SECOND: Final = ("exp_avg_sq_skew", "exp_avg_sq_normal")
+_LARGEST: Final = ("max_exp_avg_sq_skew", "max_exp_avg_sq_normal")
 
 # Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30
@@ -126,19 +132,22 @@ def sgd(
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
-    new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
+    room = room_for(state)
+    new_Z, direction = accumulated(
+        skew_force(S, a), Z, momentum, nesterov=nesterov, out=room.get(SKEW)
+    )
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return turn_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
-        return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
+        return _step_unprojected(X, G, S, state, room, new_Z, lr, momentum, mu, sums, reader)
     minus_g = normal_force(X, S, G)
     if Z is None:
         factors = step_factors_of(direction, minus_g, lr, sums, reader, S)
         within = factors.shortening.baddbmm_(factors.rotation, factors.root)  # D R - I
-        new_X = factors.step.add_product_(add_product(X, X, within), minus_g, factors.root)
-        return new_X, {}, factors.length
+        new_X, eta = add_product(X, X, within), factors.step.number
+        return add_product_(new_X, minus_g, factors.scaled, alpha=eta), {}, factors.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
     V = minus_g.add_(U, alpha=momentum) if nesterov else U.clone()
@@ -178,11 +187,18 @@ def adam(
     """
     reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
-    minus_f = skew_force(S, a)
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
     eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
-    new = moments(state, "skew", minus_f, betas)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
+    is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
+    if is_plain and isinstance(state, Packed) and not isinstance(most, Tensor):
+        sizes = betas, root * eps, most, nesterov
+        room, ahead, judged = _moments_at_once(X, G, S, state, sizes, reader)
+        parts, options = (ahead[NORMAL], room[NORMAL], ahead[SKEW], room[SKEW]), (sums, reader)
+        new_X, _, length = advance(X, *parts, eta, transport, None, *options, judged)
+        return new_X, room, length
+    minus_f = skew_force(S, a)
+    new = moments(state, "skew", minus_f, betas)
     divided = partial(precondition, root=root, betas=betas, eps=eps, most=most)
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
@@ -207,7 +223,7 @@ def _step_unprojected(
     G: Tensor,
     S: Tensor,
     state: Mapping[str, Tensor],
-    direction: Tensor,
+    room: Tensors,
     new_Z: Tensor,
     lr: Scalar,
     momentum: float,
@@ -223,19 +239,23 @@ def _step_unprojected(
     if L is None:
         new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
     else:
-        new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
-    factors = step_factors_of(direction, new_B, lr, sums, reader, S)  # 4
-    rotation, shortening, R, _, step, length, _ = factors
+        new_B = add_product_into(room.get(UNPROJECTED), G, B, L, momentum)
+        new_B = add_product_(new_B, X, within)
+    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S)  # 4
+    rotation, shortening, R, scaled, _, step, length, _ = factors
     excess = length.squares[X.size(0) :]  # E / scale
     if FACTOR not in state:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
     else:  # R^(-1) = (I + E) R
-        L = torch.baddbmm(R, excess, R, alpha=length.scale)
-        new = {SKEW: new_Z, OVERLAP: step.over(excess, length.scale), FACTOR: L}
+        new = room
+        new[SKEW], out = new_Z, room.get(FACTOR)
+        new[OVERLAP] = step.over(excess, length.scale, room.get(OVERLAP))
+        new[FACTOR] = torch.baddbmm(R, excess, R, alpha=length.scale, out=out)
+    new[UNPROJECTED] = new_B
     # X + X (D R - I) rounds less than X (D R)
     new_X = add_product(X, X, shortening.baddbmm_(rotation, R))  # 5, 6
-    return step.add_product_(new_X, new_B, R), new | {UNPROJECTED: new_B}, length
+    return add_product_(new_X, new_B, scaled, alpha=step.number), new, length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -257,10 +277,9 @@ def corrected_unprojected(
         own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
         (overlap,), own = sums((X, state[UNPROJECTED])), own.clone()
-    half = half_error_(own)
-    shift = torch.baddbmm(overlap, half, overlap)
-    shift = torch.bmm(shift, state[FACTOR]) if FACTOR in state else shift
-    return add_product(X, X, half), {OVERLAP: shift}
+    if FACTOR in state:
+        overlap = torch.bmm(overlap, state[FACTOR])
+    return add_product(X, X, half_error_(own)), {OVERLAP: overlap}
 
 
 # ---- moves ---------------------------------------------------------------------------------------
@@ -277,6 +296,7 @@ def advance(
     S: Tensor | None,
     sums: Sums,
     reader: Reader,
+    judged: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
@@ -291,8 +311,10 @@ def advance(
         if S is None:
             (overlap,) = sums((X, V))
             V = add_product_(V, X, overlap, alpha=-1.0)
-        factors = step_factors_of(direction, V, lr, sums, reader, S, also=((V, U),), companion=True)
-        rotation, shortening, _, companion, step, length, (C,) = factors
+        factors = step_factors_of(
+            direction, V, lr, sums, reader, S, also=((V, U),), companion=True, judged=judged
+        )
+        rotation, shortening, _, _, companion, step, length, (C,) = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
         new_X = add_product(moved, moved, shortening)
@@ -300,14 +322,16 @@ def advance(
         new = {SKEW: new_Z}
     else:
         pairs = (V, U), (X, V)
-        factors = step_factors_of(direction, V, lr, sums, reader, S, also=pairs, is_projected=True)
-        rotation, shortening, R, _, step, length, (C, overlap) = factors
+        factors = step_factors_of(
+            direction, V, lr, sums, reader, S, also=pairs, is_projected=True, judged=judged
+        )
+        rotation, shortening, R, scaled, _, step, length, (C, overlap) = factors
         within = shortening.baddbmm_(rotation, R)
-        within.baddbmm_(overlap, step.times(R), alpha=-step.number)
-        new_X = step.add_product_(add_product(X, X, within), V, R)
+        within.baddbmm_(overlap, scaled, alpha=-step.number)
+        new_X = add_product_(add_product(X, X, within), V, scaled, alpha=step.number)
         C, base = torch.bmm(R, C), new_X
         new = carried_skew(new_Z, rotation, transport)
-    new[NORMAL] = step.add_product_(U, base, C, sign=-1)
+    new[NORMAL] = add_product_(U, base, step.times(C), alpha=-step.number)
     return new_X, new, length
 
 
@@ -344,10 +368,10 @@ def metric_parameter(metric: str | float) -> float:
     return METRICS[metric] if isinstance(metric, str) else float(metric)
 
 
-def skew_force(S: Tensor, a: float) -> Tensor:
+def skew_force(S: Tensor, a: float, out: Tensor | None = None) -> Tensor:
     """-f = (S' - S) / (2 (1 - a)) for S = X'G."""
     # in the memory order of S, which is also the faster one
-    difference = torch.sub(S.mH, S, out=torch.empty_like(S))
+    difference = torch.sub(S.mH, S, out=torch.empty_like(S) if out is None else out)
     return difference if a == METRICS["canonical"] else difference.div_(2 * (1 - a))
 
 
@@ -357,11 +381,55 @@ def normal_force(X: Tensor, S: Tensor, G: Tensor) -> Tensor:
 
 
 def accumulated(
-    value: Tensor, earlier: Tensor | None, momentum: float, *, nesterov: bool
+    value: Tensor,
+    earlier: Tensor | None,
+    momentum: float,
+    *,
+    nesterov: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
-    new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
+    new = value if earlier is None else torch.add(value, earlier, alpha=momentum, out=out)
     return new, torch.add(value, new, alpha=momentum) if nesterov else new
+
+
+def _moments_at_once(
+    X: Tensor,
+    G: Tensor,
+    S: Tensor,
+    state: Packed,
+    sizes: tuple[tuple[float, float], Any, float, bool],
+    reader: Reader,
+) -> tuple[Packed, Packed, Tensor | None]:
+    """Return the new moments of the skew and the normal part, what they give, and a judgement.
+
+    As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
+    forgets what is not finite, and such a force makes no long step: its size is judged.
+    """
+    betas, eps, most, nesterov = sizes
+    room, force, judged = state.like(), state.like(SKEW, NORMAL), None
+    skew_force(S, METRICS["canonical"], force[SKEW])
+    add_product_into(force[NORMAL], G, X, S)
+    values = force.flat
+    if not reader.is_exact:
+        parts = [values[None]] if X.size(0) == 1 else [part.flatten(1) for part in force.values()]
+        judged = sum(torch.linalg.vector_norm(part, dim=1) for part in parts)
+    second = room.span(*_SECOND)
+    torch.mul(state.span(*_SECOND), betas[1], out=second)
+    second.addcmul_(values, values, value=1 - betas[1])
+    first = torch.lerp(state.span(SKEW, NORMAL), values, 1 - betas[0], out=room.span(SKEW, NORMAL))
+    if _LARGEST[0] in state:
+        largest = room.span(*_LARGEST)
+        second = torch.maximum(state.span(*_LARGEST), second, out=largest)
+    denominator = torch.sqrt(second).add_(eps)
+    if eps < _LEAST_EPS:
+        denominator.masked_fill_(denominator == 0, 1.0)
+    if nesterov:
+        values.lerp_(first, betas[0]).div_(denominator)
+    else:
+        torch.div(first, denominator, out=values)
+    values.clamp_(-most, most)
+    return room, force, judged
 
 
 # ---- moments -------------------------------------------------------------------------------------

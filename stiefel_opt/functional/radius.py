@@ -66,10 +66,15 @@ def with_radius(
     number = None if isinstance(lr, Tensor) else reader.same(GROWTH, growth)
     if number is not None:
         number = min(float(number * decay + (lr * lr * n - (1 - decay))), largest)
-        growth, divided = torch.full_like(growth, number), lr / math.sqrt(1 + number)
+        divided = lr / math.sqrt(1 + number)
         reader.keep(GROWTH, number)
     else:
         growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
         divided = lr * torch.rsqrt(1 + growth)
     new_X, new, length = rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
-    return new_X, {**new, GROWTH: growth}, length
+    if number is None:
+        return new_X, {**new, GROWTH: growth}, length
+    if GROWTH not in new:  # there may be memory for it
+        new = {**new, GROWTH: torch.empty_like(growth)}
+    new[GROWTH].fill_(number)
+    return new_X, new, length

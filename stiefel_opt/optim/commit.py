@@ -48,6 +48,7 @@ from stiefel_opt.numerics.geometry import (
     polar_factor,
 )
 from stiefel_opt.numerics.linalg import (
+    Packed,
     Sums,
     are_finite,
     inner_product,
@@ -206,14 +207,27 @@ class Batch:
         return matrices
 
     def write(
-        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
+        self,
+        tensors: list[Tensor],
+        matrices: Tensor,
+        blocks: list[int] | None,
+        read: Tensor,
+        ok: Tensor | None,
     ) -> None:
-        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
+        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came.
+
+        Those that are not ``ok`` stay, ``(k, 1, 1)``; None: all are.
+        """
         first, tensor = self.blocks[0], tensors[0]
+        is_view = len(self.blocks) == 1 and tensor.stride() in self._views
+        if is_view and ok is None:
+            read.copy_(matrices)
+            return
+        if ok is not None:
+            matrices = torch.where(ok, matrices, read, out=read if is_view else None)
+        if is_view:
+            return
         if len(self.blocks) == 1:
-            if tensor.stride() in self._views:
-                read.copy_(matrices)
-                return
             part = first.part(tensor)
             whole = first.matrices(part)
             target = as_batch(whole)
@@ -354,7 +368,13 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
 
     def write() -> None:
-        if new and index is None and ok is None:
+        if isinstance(new, Packed) and (ok is None or ok.numel() == 1):
+            whole: Tensor = batch.state.flat  # type: ignore[attr-defined]
+            if ok is None:
+                whole.copy_(new.flat)
+            else:
+                torch.where(ok.view(1), new.flat, whole, out=whole)
+        elif new and index is None and ok is None:
             torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
         else:
             for name, tensor in new.items():
@@ -364,8 +384,7 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
                 else:  # what is written has no name, so that it is freed at once
                     whole[index] = (tensor if ok is None else torch.where(ok, tensor, old)).to(old)
         if is_moving:
-            point = new_X if ok is None else torch.where(ok, new_X, stored)
-            batch.write(task.tensors, point, chosen, stored)
+            batch.write(task.tensors, new_X, chosen, stored, ok)
         moved = [place for place in task.places if place not in unsafe] if unsafe else task.places
         task.done[batch] = moved, verdict
 
@@ -405,7 +424,7 @@ def _new_point(
     X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
         rule = scale_rule.beside(rule, _norm_at(X, unscaled, norm, task) if is_projected else norm)
-    current = {**state, **fixed}
+    current = {**state, **fixed} if fixed else state
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
     watched = reader.is_exact and not X.is_inference()
     versions = (X._version, grad._version) if watched else None
@@ -423,10 +442,18 @@ def _new_point(
         if steepness > most:
             again = apply(lr=_shorter(length, lr, most))
             (new_X, new, length), scale = _without_scale(again, scale)
-    new = {**fixed, **new}
-    for _ in range(_corrections_after(length, steepness, reader)):
+    if fixed:
+        new = {**fixed, **new}
+    times = _corrections_after(length, steepness, reader)
+    if task.is_due and isinstance(reader, Lagged):
+        times = max(times, 1)
+    for _ in range(times):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
-        new |= corrected_state
+        for name, tensor in corrected_state.items():
+            if name in new:
+                new[name].copy_(tensor)
+            else:
+                new = {**new, name: tensor}
     if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         _warn_if_off(rule, new_X)
     overflowed = None
@@ -435,7 +462,7 @@ def _new_point(
         new_X = torch.where(overflowed, unscaled, new_X)
         for name, tensor in new.items():
             start = batch.declared[name].fill_(torch.empty_like(tensor))
-            new[name] = torch.where(overflowed, start, tensor)
+            torch.where(overflowed, start, tensor, out=tensor)
     return _scaled(new_X, scale, stored, overflowed, task), new, length, overflowed
 
 
@@ -525,7 +552,7 @@ def _on_manifold(
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
-    is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
+    is_due = task.is_due and reader.is_exact  # else it is removed behind the step
     # If the step before was steep, which nobody knew in time, its rounding is still there.
     is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.steepness < math.inf
     looks = is_due and reader.is_exact

@@ -28,6 +28,7 @@ from stiefel_opt.numerics.device import (
     working_dtype,
 )
 from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim.blocks import (
     Weight,
     join_masters,
@@ -177,7 +178,8 @@ class WeightGroup:
         changed = [self._counts, self._unreported]
         changed += [whole for whole, _ in self.masters]
         for batch in self.batches:
-            changed += list(batch.state.values())
+            state = batch.state
+            changed += [state.flat] if isinstance(state, Packed) else list(state.values())
         for _, states in self._rows:
             changed += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return changed
