@@ -24,7 +24,7 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_to_diagonal_,
     are_finite,
-    half_error_,
+    identity_for,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
@@ -127,12 +127,11 @@ def corrected(
     """
     pairs = [(point, state[name]) for name in normal if name in state]
     products = sums(*([] if own is not None else [(point, point)]), *pairs)
-    half = half_error_(products.pop(0) if own is None else own.clone())
-    new_point = add_product(point, point, half)
+    own = products.pop(0) if own is None else own
+    new_point = add_product(point, point, torch.sub(identity_for(own), own), alpha=0.5)
     changed: Tensors = {}
     for name, overlap in zip([name for name in normal if name in state], products, strict=True):
-        inner = torch.baddbmm(overlap, half, overlap)
-        changed[name] = add_product(state[name], new_point, inner, alpha=-1.0)
+        changed[name] = add_product(state[name], new_point, overlap, alpha=-1.0)
     return new_point, changed
 
 
@@ -164,6 +163,7 @@ def step_factors_of(
     is_projected: bool = False,
     companion: bool = False,
     judged: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> StepFactors:
     """Return the turn along ``skew`` = K / eta and the retraction of V.
 
@@ -174,6 +174,8 @@ def step_factors_of(
         also: Pairs of tall matrices whose products are wanted.
         is_projected: The last of them is X, V: the part of V along X counts for nothing.
         companion: Whether R (I + R)^(-1) is wanted.
+        ahead: The memory in which K and V lie one behind the other: of a single matrix both are
+            multiplied by what eta is cut by, and the products are those of such a V.
         judged: Where it is not finite the bound of the step is not, ``(k)`` or ``()``.
     """
     count, reads = skew.size(0), reader.is_exact
@@ -181,13 +183,18 @@ def step_factors_of(
     powers = skew.new_empty(1 if reads else 2, 2 * count, *skew.shape[1:])
     squares = powers[0]
     own_gram(skew, squares[:count], alpha)
-    _, *products = sums((V, V), *also, into=squares[count:], alpha=alpha)
+    is_scaled = ahead is not None and count == 1 and sums.are_local and not reads
+    pairs = () if is_scaled else also
+    _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
     if is_projected:
         squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
     limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
     length, second, step = Length(squares, 1.0, limit, inner), None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
         length, second, step = _cut(powers, count, lr, reader, inner, judged)
+    if ahead is not None and is_scaled and step.factor is not None:
+        ahead.mul_(step.factor.view(1))
+        step, products = Step(step.number), sums(*also)
     limit, scale, companions = length.limit, length.scale, count if companion else 0
     both = roots(
         length.squares, limit, scale=scale, companions=companions, square=second, reads=reads

@@ -67,7 +67,7 @@ from stiefel_opt.functional.flows import (
     step_factors_of,
     turned_square,
 )
-from stiefel_opt.numerics.device import Reader, reader_for
+from stiefel_opt.numerics.device import Reader, numbers_on, reader_for
 from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Packed,
@@ -75,10 +75,9 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_product_,
     add_product_into,
-    half_error_,
+    identity_for,
     is_halved,
     product,
-    room_for,
 )
 
 # Names of state: Z and U, and B, L and N of U = B L - X N, where N = X'B L.
@@ -132,16 +131,27 @@ def sgd(
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
-    room = room_for(state)
-    new_Z, direction = accumulated(
-        skew_force(S, a), Z, momentum, nesterov=nesterov, out=room.get(SKEW)
-    )
+    if isinstance(state, Packed) and FACTOR in state and a == METRICS["canonical"]:
+        weights = numbers_on(S, -momentum / 2, -momentum).view(2, 1, 1, 1)
+        less_Z, less_N = torch.addcmul(S, state.runs()[0][:2], weights)
+        room = state.like()
+        new_Z = torch.sub(less_Z.mH, less_Z, out=room[SKEW])  # mu Z + S' - S
+        old = state[UNPROJECTED], state[FACTOR]
+        return _step_unprojected(X, G, S, *old, room, new_Z, lr, momentum, less_N, sums, reader)
+    new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return turn_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
-        return _step_unprojected(X, G, S, state, room, new_Z, lr, momentum, mu, sums, reader)
+        B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
+        if mu is not None:
+            L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
+        within = torch.sub(S, N, alpha=momentum)
+        keeps_factor = FACTOR in state
+        return _step_unprojected(
+            X, G, S, B, L, {}, new_Z, lr, momentum, within, sums, reader, keeps_factor
+        )
     minus_g = normal_force(X, S, G)
     if Z is None:
         factors = step_factors_of(direction, minus_g, lr, sums, reader, S)
@@ -192,10 +202,11 @@ def adam(
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
     is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     if is_plain and isinstance(state, Packed) and not isinstance(most, Tensor):
-        sizes = betas, root * eps, most, nesterov
-        room, ahead, judged = _moments_at_once(X, G, S, state, sizes, reader)
-        parts, options = (ahead[NORMAL], room[NORMAL], ahead[SKEW], room[SKEW]), (sums, reader)
-        new_X, _, length = advance(X, *parts, eta, transport, None, *options, judged)
+        options = betas, root * eps, most, nesterov
+        room, ahead, judged = _moments_at_once(X, G, S, state, options, reader)
+        parts = ahead[NORMAL], room[NORMAL], ahead[SKEW], room[SKEW]
+        more = None, sums, reader, judged, ahead.flat
+        new_X, _, length = advance(X, *parts, eta, transport, *more)
         return new_X, room, length
     minus_f = skew_force(S, a)
     new = moments(state, "skew", minus_f, betas)
@@ -222,20 +233,18 @@ def _step_unprojected(
     X: Tensor,
     G: Tensor,
     S: Tensor,
-    state: Mapping[str, Tensor],
+    B: Tensor,
+    L: Tensor | None,
     room: Tensors,
     new_Z: Tensor,
     lr: Scalar,
     momentum: float,
-    mu: Tensor | None,
+    within: Tensor,
     sums: Sums,
     reader: Reader,
+    keeps_factor: bool = True,
 ) -> Move:
-    """The step in lines 2 to 6; if projected, L = I and N = eta R W."""
-    B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
-    if mu is not None:
-        L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
-    within = torch.sub(S, N, alpha=momentum)
+    """The step in lines 2 to 6, ``within`` S - mu N; if projected, L = I and N = eta R W."""
     if L is None:
         new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
     else:
@@ -244,7 +253,7 @@ def _step_unprojected(
     factors = step_factors_of(new_Z, new_B, lr, sums, reader, S)  # 4
     rotation, shortening, R, scaled, _, step, length, _ = factors
     excess = length.squares[X.size(0) :]  # E / scale
-    if FACTOR not in state:
+    if not keeps_factor:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
     else:  # R^(-1) = (I + E) R
@@ -276,10 +285,11 @@ def corrected_unprojected(
     if own is None:
         own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
-        (overlap,), own = sums((X, state[UNPROJECTED])), own.clone()
+        (overlap,) = sums((X, state[UNPROJECTED]))
     if FACTOR in state:
         overlap = torch.bmm(overlap, state[FACTOR])
-    return add_product(X, X, half_error_(own)), {OVERLAP: overlap}
+    defect = torch.sub(identity_for(own), own)
+    return add_product(X, X, defect, alpha=0.5), {OVERLAP: overlap}
 
 
 # ---- moves ---------------------------------------------------------------------------------------
@@ -297,6 +307,7 @@ def advance(
     sums: Sums,
     reader: Reader,
     judged: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
@@ -312,7 +323,16 @@ def advance(
             (overlap,) = sums((X, V))
             V = add_product_(V, X, overlap, alpha=-1.0)
         factors = step_factors_of(
-            direction, V, lr, sums, reader, S, also=((V, U),), companion=True, judged=judged
+            direction,
+            V,
+            lr,
+            sums,
+            reader,
+            S,
+            also=((V, U),),
+            companion=True,
+            judged=judged,
+            ahead=ahead,
         )
         rotation, shortening, _, _, companion, step, length, (C,) = factors
         turned = add_product(X, X, rotation)  # X D
@@ -386,10 +406,9 @@ def accumulated(
     momentum: float,
     *,
     nesterov: bool,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
-    new = value if earlier is None else torch.add(value, earlier, alpha=momentum, out=out)
+    new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
     return new, torch.add(value, new, alpha=momentum) if nesterov else new
 
 
@@ -398,7 +417,7 @@ def _moments_at_once(
     G: Tensor,
     S: Tensor,
     state: Packed,
-    sizes: tuple[tuple[float, float], Any, float, bool],
+    options: tuple[tuple[float, float], Any, float, bool],
     reader: Reader,
 ) -> tuple[Packed, Packed, Tensor | None]:
     """Return the new moments of the skew and the normal part, what they give, and a judgement.
@@ -406,14 +425,15 @@ def _moments_at_once(
     As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
     forgets what is not finite, and such a force makes no long step: its size is judged.
     """
-    betas, eps, most, nesterov = sizes
+    betas, eps, most, nesterov = options
     room, force, judged = state.like(), state.like(SKEW, NORMAL), None
     skew_force(S, METRICS["canonical"], force[SKEW])
     add_product_into(force[NORMAL], G, X, S)
     values = force.flat
     if not reader.is_exact:
         parts = [values[None]] if X.size(0) == 1 else [part.flatten(1) for part in force.values()]
-        judged = sum(torch.linalg.vector_norm(part, dim=1) for part in parts)
+        sizes = [torch.linalg.vector_norm(part, dim=1) for part in parts]
+        judged = sizes[0] if len(sizes) == 1 else sizes[0] + sizes[1]
     second = room.span(*_SECOND)
     torch.mul(state.span(*_SECOND), betas[1], out=second)
     second.addcmul_(values, values, value=1 - betas[1])

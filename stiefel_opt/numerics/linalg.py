@@ -30,6 +30,7 @@ MEDIUM: Final = 64  # m up to which sums of squares give the best bound on eigen
 _LONG: Final = 2**14  # entries from which a float32 sum of squares on a CPU loses digits
 _SHORT: Final = 4096  # entries of a matrix up to which a product of rows and columns is slower
 _LARGE: Final = 256  # m from which norms of rows are computed without a temporary on a CPU
+_KEPT_ELSEWHERE: Final = 1024  # m up to which identities are stored off a CPU
 BLOCKED: Final = 256  # m from which only half of a symmetric product is computed
 _BLOCKED_ELSEWHERE: Final = 2048  # the same off a CPU, where eight calls cost more than one
 # Up to this width float32 products sum their rows naively, with an error of 2e-3 at 3e6 rows. Sums
@@ -257,10 +258,18 @@ class Packed(dict[str, Tensor]):
         begin, end = self[first], self[last]
         return self.flat[begin.storage_offset() : end.storage_offset() + end.numel()]
 
-
-def room_for(state: Mapping[str, Tensor]) -> Tensors:
-    """Return memory for a new state by name; empty where it is not packed."""
-    return state.like() if isinstance(state, Packed) else {}
+    def runs(self) -> list[Tensor]:
+        """Return neighbours of one shape as one batch ``(., k, n, m)``, in the order of memory."""
+        groups: list[list[Tensor]] = []
+        for part in self.values():
+            if groups and groups[-1][0].shape == part.shape and part.is_contiguous():
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        return [
+            first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
+            for first, count in ((group[0], len(group)) for group in groups)
+        ]
 
 
 class Step(NamedTuple):
@@ -368,14 +377,18 @@ def half_error_(own: Tensor) -> Tensor:
 
 def plus_identity(matrix: Tensor) -> Tensor:
     """Return A + I."""
-    if matrix.size(-1) > MEDIUM:
+    if _is_large(matrix):
         return add_to_diagonal_(matrix.clone(), 1.0)
     return torch.add(matrix, identity_for(matrix))
 
 
 def identity_for(matrix: Tensor) -> Tensor:
     """Return I like the matrices of a batch, ``(m, m)``; small ones are stored and shared."""
-    return _identity(matrix) if matrix.size(-1) > MEDIUM else _kept(_identity, matrix)
+    return _identity(matrix) if _is_large(matrix) else _kept(_identity, matrix)
+
+
+def _is_large(matrix: Tensor) -> bool:
+    return matrix.size(-1) > (MEDIUM if is_cpu(matrix) else _KEPT_ELSEWHERE)
 
 
 def _identity(matrix: Tensor) -> Tensor:

@@ -368,12 +368,15 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
 
     def write() -> None:
-        if isinstance(new, Packed) and (ok is None or ok.numel() == 1):
-            whole: Tensor = batch.state.flat  # type: ignore[attr-defined]
+        if isinstance(new, Packed) and isinstance(batch.state, Packed):
+            whole = batch.state.flat
             if ok is None:
                 whole.copy_(new.flat)
-            else:
+            elif ok.numel() == 1:
                 torch.where(ok.view(1), new.flat, whole, out=whole)
+            else:
+                for run, old in zip(new.runs(), batch.state.runs(), strict=True):
+                    torch.where(ok, run, old, out=old)
         elif new and index is None and ok is None:
             torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
         else:

@@ -38,9 +38,9 @@ from stiefel_opt.tags.manifold import Stiefel
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
 U_STATE: Final = State(NORMAL, symmetry="normal")
 _UNPROJECTED: Final = (
-    State(UNPROJECTED, tall_only=True),
     State(OVERLAP, "mm", tall_only=True),
     State(FACTOR, "mm", start="I", tall_only=True),
+    State(UNPROJECTED, tall_only=True),
 )
 _GROWTH: Final = State(GROWTH, "1", dtype="real", least=-1.0)
 SECOND_MOMENTS: Final = (
@@ -155,7 +155,7 @@ class StiefelSGD(Flows, SGDLike):
             return ()
         if group["nesterov"]:
             return Z_STATE, U_STATE
-        return (Z_STATE, *_UNPROJECTED[: 3 - (group["transport"] == "projected")])
+        return Z_STATE, *_UNPROJECTED[:: 2 if group["transport"] == "projected" else 1]
 
     @override
     def rule_for(self, group: Group) -> Rule:
