@@ -205,8 +205,10 @@ def adam(
         options = betas, root * eps, most, nesterov
         room, ahead, judged = _moments_at_once(X, G, S, state, options, reader)
         parts = ahead[NORMAL], room[NORMAL], ahead[SKEW], room[SKEW]
-        more = None, sums, reader, judged, ahead.flat
-        new_X, _, length = advance(X, *parts, eta, transport, *more)
+        flat = ahead.flat
+        new_X, _, length = advance(
+            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=flat
+        )
         return new_X, room, length
     minus_f = skew_force(S, a)
     new = moments(state, "skew", minus_f, betas)
