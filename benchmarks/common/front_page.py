@@ -41,7 +41,9 @@ def use() -> list[tuple[str, str, str]]:
     advice = "when_to_constrain", "advice"
     ratio = cell(*advice, ("perceptron, MNIST",), "ratio").split(" / ")[1]
     shapes = "torch_orthogonal", "summary", ("2048 x 16",)
-    ours, theirs = (cell(*shapes, name) for name in ("so.constrain, StiefelAdamW", "torch, its default"))
+    ours, theirs = (
+        cell(*shapes, name) for name in ("so.constrain, StiefelAdamW", "torch, its default")
+    )
     recalled = [
         cell("why", "copying", (method, "100"), "% right there (seeds)").split()[0]
         for method in ("constrained, StiefelAdam", "unconstrained, same initialisation")
