@@ -15,7 +15,6 @@ import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Tables of the README: figures of several files of results, one row for what a reader has.
+"""Tables of the README and of choosing.md that gather figures of several files of results.
 
 `publish.py` copies them as it copies a table of one file; a page names this file and the table.
 """
@@ -98,7 +98,8 @@ def use() -> list[tuple[str, str, str]]:
         (
             "samples to compare (optimal transport)",
             "`so.ot`",
-            f"45 pairs of digits: [{gap} %](docs/measured.md#projection-robust-wasserstein-distances)"
+            f"45 pairs of digits: [{gap} %]"
+            "(docs/measured.md#projection-robust-wasserstein-distances)"
             " behind the best of three methods, POT's included",
         ),
         (
@@ -129,7 +130,83 @@ def cost() -> list[tuple[str, ...]]:
     return rows
 
 
+def ratio_of(network: str) -> str:
+    """Test loss over that of the better of AdamW and NAdam, each at its best learning rate."""
+    return cell("when_to_constrain", "advice", (network,), "ratio").split(" / ")[1]
+
+
+def questions() -> list[tuple[str, str, str]]:
+    """The questions that decide, in order: the first yes counts."""
+    shape = "torch_orthogonal", "summary", ("2048 x 16",)
+    tag, torchs = (
+        cell(*shape, name) for name in ("so.constrain, StiefelAdamW", "torch, its default")
+    )
+    evaluations = f"{content('minimize')['median']['evaluations']:.2f}"
+    adapters = [
+        mean(cell("adapters", "topics", (adapter,), "perplexity, topics"))
+        for adapter in ("StelLA", "LoRA")
+    ]
+    shift, other = (
+        mean(cell("certified", "runs", ("cifar10, 60 s", network), "36/255"))
+        for network in ("ShiftConv2d", "deel-torchlip")
+    )
+    of = {name: ratio_of(name) for name in (
+        "ViT, all matrices", "character transformer", "tanh RNN, rows", "GRU, rows",
+        "LSTM, characters", "residual, no norm", "residual, post-norm", "perceptron, MNIST",
+        "20 tanh layers", "CNN",
+    )}  # fmt: skip
+    return [
+        (
+            "1. Does the problem ask for orthonormal columns (PCA, alignment, transport)?",
+            "`so.minimize(loss, (n, m))`",
+            f"[{evaluations} of the evaluations](lbfgs.md) of pymanopt",
+        ),
+        (
+            "2. Do you have torch's `orthogonal`?",
+            "`so.constrain(layer)`, or [change the import](doors.md)",
+            f"2048 x 16: [{tag} ms, torch {torchs}](doors.md#beside-torch)",
+        ),
+        (
+            "3. Is the model pretrained?",
+            "no; [adapters](adapters.md): LoRA",
+            f"perplexity {adapters[1]}, with orthonormal factors {adapters[0]}",
+        ),
+        (
+            "4. Must a bound be proved?",
+            "`so.nn.ShiftConv2d(c, d)`, [certified networks](certified.md)",
+            f"{shift} % certified, deel-torchlip {other} %",
+        ),
+        (
+            "5. Is it a transformer?",
+            "`so.constrain_transformer(model)`",
+            f"ViT {of['ViT, all matrices']}, characters {of['character transformer']}",
+        ),
+        (
+            "6. A plain recurrent network?",
+            '`so.nn.OrthogonalRNN(n, m)`; [long memory](why.md#memory): `nonlinearity="modrelu"`',
+            of["tanh RNN, rows"],
+        ),
+        (
+            "7. A GRU or LSTM?",
+            "no; `so.orthogonal_(weight)` at the beginning",
+            f"GRU {of['GRU, rows']}, LSTM {of['LSTM, characters']}",
+        ),
+        (
+            "8. Has it residual connections?",
+            "no; torch's Muon",
+            f"{of['residual, no norm']} without norms, {of['residual, post-norm']} with",
+        ),
+        (
+            "9. A perceptron, deep layers without norms, a CNN?",
+            "`so.constrain(layer, learn_scale=True)`",
+            f"{of['perceptron, MNIST']}, {of['20 tanh layers']}, {of['CNN']}",
+        ),
+        ("10. Anything else", "`so.orthogonal_(weight)` at the beginning, AdamW", "-"),
+    ]
+
+
 HEADERS = {
+    "choose": ("Question", "At the first yes", "Measured"),
     "use": ("You have", "Use", "It gives, measured"),
     "cost": ("ms", "StiefelSGD", "POGO SGD", "StiefelAdamW", "geoopt Adam", "torch", "geotorch"),
 }
@@ -137,5 +214,5 @@ HEADERS = {
 
 def tables() -> dict[str, list[list[str]]]:
     """Each table: its header, then its rows."""
-    rows = {"use": use(), "cost": cost()}
+    rows = {"choose": questions(), "use": use(), "cost": cost()}
     return {name: [list(line) for line in (HEADERS[name], *rows[name])] for name in HEADERS}
