@@ -141,9 +141,10 @@ def test_a_gradient_passes_few_files(
     method: Any, files: int, changes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A steady step of one tall weight, without the hooks that torch calls around it."""
+    layer = so.constrain(torch.nn.Linear(64, 128, bias=False))
+    # after the first weight, which registers a hook of ours
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(sys.modules[Optimizer.__module__], name, OrderedDict())
-    layer = so.constrain(torch.nn.Linear(64, 128, bias=False))
     optimizer = method(layer.parameters(), lr=0.01)
     path: list[str] = []
 
