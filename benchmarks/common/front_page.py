@@ -106,7 +106,7 @@ def use() -> list[tuple[str, str, str]]:
             "a language model to be rounded",
             "[`so.rotations`](docs/rotations.md)",
             f"four bits: [perplexity {rounded[0]:.0f}, not rotated {rounded[1]:,.0f}]"
-            "(docs/rotations.md#a-fair-table)",
+            "(docs/rotations.md#for-which-bits)",
         ),
         (
             "LoRA",
