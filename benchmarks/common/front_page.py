@@ -97,9 +97,9 @@ def use() -> list[tuple[str, str, str]]:
         ),
         (
             "samples to compare (optimal transport)",
-            "`so.ot`",
+            "[`so.ot`](docs/transport.md)",
             f"45 pairs of digits: [{gap} %]"
-            "(docs/measured.md#projection-robust-wasserstein-distances)"
+            "(docs/transport.md#projection-robust-wasserstein-distances)"
             " behind the best of three methods, POT's included",
         ),
         (
