@@ -172,7 +172,8 @@ class Batch:
         self._lead, self._part_shape = stack.lead, stack.part_shape
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
-        self._stored_shape = None if self.blocks[0].reading.transposed else shape
+        in_order = self.blocks[0].reading.is_in_order(len(stack.part_shape))
+        self._stored_shape = shape if in_order else None
         self._share = None if share == slice(0, stack.each) else share
         self._in_parts = any(block.narrow is not None for block in self.blocks)
         self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides

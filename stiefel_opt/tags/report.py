@@ -17,7 +17,7 @@ from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
 from stiefel_opt.tags.constraints import MOVED, readings
-from stiefel_opt.tags.layers import stacked
+from stiefel_opt.tags.layers import is_layer, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.points import largest_error, reading_of
 
@@ -171,11 +171,13 @@ class Report:
         lines: One :class:`Line` for each constrained parameter.
         with_steps: Whether the table has columns for the steps of an optimizer.
         others: Name and manifold of each parameter that is geoopt's, as it is on another manifold.
+        notes: What to look at: tensors of several dimensions that are read as a batch.
     """
 
     lines: tuple[Line, ...]
     with_steps: bool = False
     others: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @override
     def __str__(self) -> str:
@@ -200,7 +202,8 @@ class Report:
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
         left = ", ".join(f"{name} ({manifold})" for name, manifold in self.others)
-        return table(rows) + (f"\nleft to geoopt: {left}" if left else "")
+        notes = [*self.notes, f"left to geoopt: {left}"] if left else self.notes
+        return "\n".join([table(rows), *notes])
 
     @override
     def __repr__(self) -> str:
@@ -278,7 +281,8 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     found = list(constrained(model))
     # Another package's optimizer may hold copies. Which weights it steps is then not known.
     is_known = bool(known) or any(id(weight) in held for _, weight, _, _ in found)
-    lines = []
+    lines: list[Line] = []
+    batches: dict[str, list[str]] = {}
     for name, weight, reading, kind in found:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -304,9 +308,12 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             **numbers,
         )
         lines.append(line)
+        if not is_layer(owner) and (note := reading.unsaid_batch(shape)):
+            batches.setdefault(note, []).append(name)
     others = tuple(
         (name, type(parameter.manifold).__name__)  # type: ignore[attr-defined]
         for name, parameter in model.named_parameters()
         if is_others(parameter)
     )
-    return Report(tuple(lines), with_steps=optimizer is not None, others=others)
+    notes = tuple(f"{', '.join(names)}: {note}" for note, names in batches.items())
+    return Report(tuple(lines), with_steps=optimizer is not None, others=others, notes=notes)
