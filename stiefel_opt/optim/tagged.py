@@ -40,7 +40,8 @@ class TaggedOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__
-        super().__init__(checks.listed(params), defaults)
+        checks.check_params(params)
+        super().__init__(params, defaults)
 
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
