@@ -118,14 +118,7 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
     @override
     def check_options(self, group: Group) -> None:
         """Raise for options that make no sense."""
-        super().check_options(group)
-        for name in ("max_iter", "max_eval", "history_size"):
-            check_count(name, group[name])
-        for name in ("tolerance_grad", "tolerance_change"):
-            check_range(name, group[name], -math.inf)
-        if group["line_search_fn"] is not None:
-            check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
-        check_choice("nonfinite", group["nonfinite"], _NONFINITE)
+        _check_options(group)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -168,24 +161,7 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
     @override
     def readings_of(self, group: Group) -> list[Stiefel | None]:
         """Return how each parameter is read; raise for those that cannot be constrained here."""
-        readings = super().readings_of(group)
-        if not any(readings):
-            return readings
-        precision = group["params"][0].dtype.to_real()
-        names = self.names_of(group["params"])
-        for called, parameter, manifold in zip(names, group["params"], readings, strict=True):
-            if is_sharded(parameter):
-                remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
-                raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
-            if manifold is not None and parameter.dtype in HALF:
-                wanted = "be of float32 or float64 for StiefelLBFGS"
-                remedy = "convert it: differences of its gradients would be rounding"
-                raise TypeError(fail(called, wanted, parameter.dtype, remedy))
-            if parameter.dtype.to_real() != precision:
-                wanted = f"be as precise as the first parameter, {precision}"
-                remedy = "convert all to one precision: they share one memory"
-                raise TypeError(fail(called, wanted, parameter.dtype, remedy))
-        return readings
+        return _checked(super().readings_of(group), self.names_of(group["params"]), group)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -216,6 +192,39 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
 
 
 # ---- what the class looks after ------------------------------------------------------------------
+
+
+def _check_options(group: Group) -> None:
+    """Raise for options that make no sense."""
+    for name in ("max_iter", "max_eval", "history_size"):
+        check_count(name, group[name])
+    for name in ("tolerance_grad", "tolerance_change"):
+        check_range(name, group[name], -math.inf)
+    if group["line_search_fn"] is not None:
+        check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
+    check_choice("nonfinite", group["nonfinite"], _NONFINITE)
+
+
+def _checked(
+    readings: list[Stiefel | None], names: Sequence[str], group: Group
+) -> list[Stiefel | None]:
+    """Return the readings; raise for parameters that cannot share one memory where one is tagged."""
+    parameters = group["params"]
+    if not any(readings):
+        return readings
+    for called, parameter, manifold in zip(names, parameters, readings, strict=True):
+        if is_sharded(parameter):
+            remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
+            raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
+        if manifold is not None and parameter.dtype in HALF:
+            wanted = "be of float32 or float64 for StiefelLBFGS"
+            remedy = "convert it: differences of its gradients would be rounding"
+            raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+        if parameter.dtype.to_real() != (precision := parameters[0].dtype.to_real()):
+            wanted = f"be as precise as the first parameter, {precision}"
+            remedy = "convert all to one precision: they share one memory"
+            raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+    return readings
 
 
 def _as_data(readings: Sequence[Stiefel | None]) -> list[Any]:
