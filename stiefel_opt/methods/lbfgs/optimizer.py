@@ -108,11 +108,9 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        if isinstance(params, set):
-            raise TypeError(fail("params", "have an order", "a set", "pass a list"))
         self._own_defaults = {"nonfinite": nonfinite, "stiefel": stiefel}
         numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
-        super().__init__(params, *numbers, line_search_fn)
+        super().__init__(_in_order(params), *numbers, line_search_fn)
         self.warn_if_nothing_is_constrained()
 
     @override
@@ -146,9 +144,7 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
             TypeError: without a closure, or if it returns no number.
             ValueError: if it leaves no gradient, and for parameters that are not finite.
         """
-        if not callable(closure):
-            remedy = "L-BFGS evaluates the loss several times in a step"
-            raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
+        _check_closure(closure)
         group = self.param_groups[0]
         self.check_options(group)
         self._tags = recalled(self._params, self.__dict__.get("_tags", {}))
@@ -194,6 +190,20 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
 # ---- what the class looks after ------------------------------------------------------------------
 
 
+def _in_order(params: ParamsT) -> ParamsT:
+    """Return ``params``; raise for a set: they are the entries of one point."""
+    if isinstance(params, set):
+        raise TypeError(fail("params", "have an order", "a set", "pass a list"))
+    return params
+
+
+def _check_closure(closure: object) -> None:
+    """Raise unless the loss can be evaluated."""
+    if not callable(closure):
+        remedy = "L-BFGS evaluates the loss several times in a step"
+        raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
+
+
 def _check_options(group: Group) -> None:
     """Raise for options that make no sense."""
     for name in ("max_iter", "max_eval", "history_size"):
@@ -208,7 +218,7 @@ def _check_options(group: Group) -> None:
 def _checked(
     readings: list[Stiefel | None], names: Sequence[str], group: Group
 ) -> list[Stiefel | None]:
-    """Return the readings; raise for parameters that cannot share one memory where one is tagged."""
+    """Return the readings; raise where one is tagged, for those that cannot share its memory."""
     parameters = group["params"]
     if not any(readings):
         return readings
