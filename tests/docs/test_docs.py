@@ -83,15 +83,16 @@ def test_there_is_something_to_run() -> None:
         assert text.count("```python") == len(BLOCK.findall(text)), name
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:.torch.jit.script\w*. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
 @pytest.mark.parametrize(("page", "source"), sections())
 def test_section_runs(
     page: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for package in re.findall(r"^(?:import|from) (geo\w+|sklearn)\b", source, re.MULTILINE):
-        pytest.importorskip(package)  # ported from, or for its data; not needed
+    others = r"^(?:import|from) (geo\w+|sklearn|skorch|pyro)\b"
+    for package in re.findall(others, source, re.MULTILINE):
+        pytest.importorskip(package)  # ported from, used beside it, or for its data; not needed
     exec(compile(source, str(DOCS / page), "exec"), {"__name__": "docs"})
 
 
@@ -237,6 +238,12 @@ def test_pages_that_need_another_package_say_how_to_get_it() -> None:
     pages = {name: text for name, text in PAGES.items() if text.startswith("<!-- transformers: ")}
     assert len(pages) >= 4
     assert not [name for name, text in pages.items() if "    pip install " not in text]
+
+
+def test_a_recipe_has_at_most_fifteen_lines() -> None:
+    blocks = BLOCK.findall(PAGES["problems.md"])
+    assert len(blocks) > 12
+    assert max(sum(bool(line) for line in block.splitlines()) for block in blocks) <= 15
 
 
 def test_the_page_of_decisions_fits_on_few_screens() -> None:
