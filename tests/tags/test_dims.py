@@ -516,3 +516,53 @@ def test_the_report_prints_the_dimensions() -> None:
     assert words["Kraus_operators"] == "1 x (8 x 2), columns, dimensions (0, 1) x (2,)"
     assert words["batch_at_both_ends"] == "4 x (6 x 2), columns, dimensions (3, 1) x (2,)"
     assert all(line.error is not None and line.error < 1e-5 for line in lines)
+
+
+# ---- maps and velocities -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "map_"), mixed(len(LEGS), LEGS, ["tcwy", "cayley", "householder"])
+)
+def test_a_map_computes_the_tensor_of_its_matrices(name: str, map_: str) -> None:
+    shape, options, pattern = LEGS[name]
+    module = nn.Module()
+    start = so.random_point(*shape, manifold=Stiefel(**options), dtype=torch.float64)
+    module.weight = nn.Parameter(start.clone())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`weight` has determinant")
+        so.orthogonal(module, map=map_, **options)
+    matrices = by_hand(module.weight.detach(), pattern)
+    assert so.orthonormality_error(matrices) < 1e-12
+    is_square = matrices.size(-2) == matrices.size(-1)
+    if not is_square:
+        torch.testing.assert_close(module.weight.detach(), start)
+
+
+def test_a_convolution_whose_dimensions_are_named_is_no_kernel() -> None:
+    options: dict[str, Any] = {"row_dims": (0, 2), "column_dims": (1, 3)}
+    for register in (so.constrain, so.orthogonal):
+        layer = nn.Conv2d(4, 8, 3, groups=2)
+        register(layer, **options)
+        (line,) = so.report(layer).lines
+        assert line.reading.startswith("1 x (24 x 6), columns, dimensions (0, 2) x (1, 3)")
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+def test_a_velocity_is_that_of_the_matrix_and_is_set(rule: Any) -> None:
+    stored, matrices, pattern = pair("one matrix of heads", "contiguous", torch.float64)
+    optimizers = [rule([each], lr=0.1) for each in (stored, matrices)]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        stored.grad = torch.randn(stored.shape, dtype=torch.float64)
+        matrices.grad = by_hand(stored.grad, pattern)
+        for optimizer in optimizers:
+            optimizer.step()
+        velocity, other = (
+            o.velocity(p) for o, p in zip(optimizers, (stored, matrices), strict=True)
+        )
+        assert all(map(torch.equal, velocity, other))
+        assert velocity[1].shape == matrices.shape
+        for optimizer, each in zip(optimizers, (stored, matrices), strict=True):
+            optimizer.set_velocity(each, *(2 * part for part in velocity))
+    assert torch.equal(by_hand(stored.detach(), pattern), matrices.detach())
