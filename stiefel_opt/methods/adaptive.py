@@ -27,7 +27,7 @@ times X Z + U, with c = 1 at first: eta means what it does in Adam.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -213,6 +213,12 @@ class _FarReader(Reader):
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         return 16.0 * self._reader.number(name, value)
+
+    @override
+    def numbers(
+        self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]
+    ) -> Sequence[float]:
+        return [256.0 * number for number in self._reader.numbers(names, rows, units)]  # squares
 
 
 def _friction(
