@@ -207,7 +207,10 @@ def check_radius(group: Group) -> None:
 
 
 # Words for what a group can say by ``stiefel`` only, as ``stiefel=so.Stiefel(heads=4)``.
-_READINGS = ("heads", "blocks", "manifold", "orthogonal", "constrained", "scale")
+_READINGS = (
+    *("heads", "blocks", "manifold", "orthogonal", "constrained", "scale"),
+    *("rowdims", "columndims", "learnscale", "determinant"),
+)
 # Other libraries' and papers' names of options, which no scheduler stores in a group.
 _SYNONYMS = {
     "learningrate": "lr",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -65,6 +65,8 @@ def orthogonal(
     transposed: bool = False,
     scale: float = 1.0,
     determinant: int | None = None,
+    row_dims: int | Sequence[int] | None = None,
+    column_dims: int | Sequence[int] | None = None,
     start: str | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
@@ -86,8 +88,9 @@ def orthogonal(
         map: "tcwy", "cwy" (``reflections=``), "householder" (``reflections=``), "matrix_exp",
             "cayley" (``negative=``), "trivialization" (``every=``), "own", "urnn" or "eurnn"
             (``layers=``).
-        heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`; heads by default
-            those that the module stacks, as for :func:`stiefel_opt.constrain`.
+        heads, transposed, scale, row_dims, column_dims: The reading, see
+            :class:`stiefel_opt.Stiefel`; heads by default those that the module stacks, as for
+            :func:`stiefel_opt.constrain`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
         determinant: 1 or -1, of square real matrices: the map reaches these, by a row that is
@@ -114,12 +117,13 @@ def orthogonal(
     owner, leaf, parameter = find_parameter(module, name)
     _check_weight(name, parameter)
     check_options(map, options, kind := MAPS[map])
-    is_said = heads is not None
-    if heads is None and not transposed and flatten is not False:
+    is_said, has_dims = heads is not None, (row_dims, column_dims) != (None, None)
+    if not (is_said or has_dims or transposed or flatten is False):
         heads = stacked(owner, leaf)[0]
     if flatten is None:
-        flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
-    manifold = Stiefel(heads, None, flatten, transposed, scale, determinant=determinant)
+        flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2 and not has_dims
+    said: Any = scale, False, determinant, row_dims, column_dims
+    manifold = Stiefel(heads, None, flatten, transposed, *said)
     manifold.check(parameter.shape, name)
     check_use(module, name, parameter, manifold, is_said=is_said)
     value = None if start is None else _start(start, map, manifold, parameter, generator)
