@@ -27,7 +27,7 @@ times X Z + U, with c = 1 at first: eta means what it does in Adam.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -73,8 +73,8 @@ from stiefel_opt.optim import (
     StiefelAdam,
     StiefelOptimizer,
     StiefelSGD,
-    checks,
     largest_of,
+    resolved,
 )
 
 SLOPE: Final = "slope"
@@ -213,6 +213,12 @@ class _FarReader(Reader):
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         return 16.0 * self._reader.number(name, value)
+
+    @override
+    def numbers(
+        self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]
+    ) -> Sequence[float]:
+        return [256.0 * number for number in self._reader.numbers(names, rows, units)]  # squares
 
 
 def _friction(
@@ -398,7 +404,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     @override
     def resolved(self, group: Group) -> Group:
-        return super().resolved(checks.resolved(group, radius=1.0, nesterov=False))
+        return super().resolved(resolved(group, radius=1.0, nesterov=False))
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:

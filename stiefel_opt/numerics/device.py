@@ -26,6 +26,7 @@ from stiefel_opt.errors import HALF, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
 _MANY: Final = 1024  # rows of numbers that are kept
+_SLOTS: Final = 32  # steps by which a device may be behind the host
 _NUMBERS: Final[dict[tuple[torch.device, tuple[float, ...], torch.dtype], Tensor]] = {}
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
@@ -209,6 +210,7 @@ class Reader(ABC):
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
     is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
     steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
+    steepness: float = math.inf  # what is known of it
 
     @abstractmethod
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
@@ -217,6 +219,18 @@ class Reader(ABC):
         ``name`` is the key of the stored number: use it once a step. ``value`` is called only where
         its number is used.
         """
+
+    def numbers(
+        self,
+        names: tuple[str, ...],  # noqa: ARG002
+        rows: Tensor,
+        units: tuple[float, ...],  # noqa: ARG002
+    ) -> Sequence[float]:
+        """Return what is known of the largest finite number of each row times its unit.
+
+        They are sent by one copy, known by ``names``, and not negative; inf where there is none.
+        """
+        return [math.inf] * rows.size(0)
 
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
         """Drop a number of an earlier step that says nothing of the next one."""
@@ -231,6 +245,15 @@ class Now(Reader):
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         return float(value().max())
 
+    @override
+    def numbers(
+        self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]
+    ) -> Sequence[float]:
+        return [
+            unit * max((number for number in row if number < math.inf), default=math.inf)
+            for row, unit in zip(rows.tolist(), units, strict=True)
+        ]
+
 
 class Fixed(Reader):
     """Reads nothing, so that rounding is removed in every step."""
@@ -240,36 +263,79 @@ class Fixed(Reader):
         return math.inf
 
 
+class _Ring:
+    """Numbers of the last steps, as their copies arrive in memory of the host."""
+
+    def __init__(self, rows: Tensor) -> None:
+        dtype = rows.dtype if rows.dtype in (torch.float32, torch.float64) else torch.float64
+        shape, pinned = (_SLOTS, *rows.shape), rows.is_cuda
+        self._host = torch.full(shape, -1.0, dtype=dtype, device="cpu", pin_memory=pinned)
+        self._memory: Any = self._host.numpy()  # reading it is no operation of torch, and no wait
+        self._units: list[tuple[float, ...]] = [()] * _SLOTS
+        self._sent = self._arrived = 0
+        self._largest = [math.inf] * rows.size(0)
+
+    def fits(self, rows: Tensor) -> bool:
+        """Say whether these are as many numbers."""
+        return self._host.shape[1:] == rows.shape
+
+    def look(self) -> list[float]:
+        """Return the largest finite number of each row of the last step that has arrived."""
+        while self._arrived < self._sent:
+            slot = self._arrived % _SLOTS
+            if (self._memory[slot] == -1.0).any():
+                break
+            self._largest = [
+                unit * float(row[row < math.inf].max(initial=-1.0))
+                for row, unit in zip(self._memory[slot], self._units[slot], strict=True)
+            ]
+            self._largest = [each if each >= 0 else math.inf for each in self._largest]
+            self._arrived += 1
+        return self._largest
+
+    def send(self, rows: Tensor, units: tuple[float, ...]) -> None:
+        """Begin to copy the numbers of this step, unless the device is far behind."""
+        if self._sent - self._arrived < _SLOTS:
+            slot = self._sent % _SLOTS
+            self._memory[slot], self._units[slot] = -1.0, units
+            self._host[slot].copy_(rows, non_blocking=True)
+            self._sent += 1
+
+
 class Lagged(Reader):
     """Knows the numbers of the step before: the device copies them to the host in its own time.
 
-    What is returned is the last number whose copy has arrived; a margin is left to the caller.
+    What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
     """
 
     def __init__(self) -> None:
-        self._host: dict[str, tuple[Tensor, Any]] = {}
+        self._rings: dict[tuple[str, ...], _Ring] = {}
 
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        largest = value().amax()
-        if name not in self._host:
-            pinned, dtype = largest.is_cuda, largest.dtype
-            if dtype not in (torch.float32, torch.float64):  # of a rule of one's own
-                dtype = torch.float64
-            host = torch.full((), math.inf, dtype=dtype, device="cpu", pin_memory=pinned)
-            self._host[name] = host, host.numpy()
-        host, memory = self._host[name]
-        earlier = float(memory)  # a number in memory: no operation of torch, and no wait
-        host.copy_(largest, non_blocking=True)
+        return self.numbers((name,), value().reshape(1, -1), (1.0,))[0]
+
+    @override
+    def numbers(
+        self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]
+    ) -> Sequence[float]:
+        ring = self._rings.get(names)
+        if ring is None or not ring.fits(rows):
+            ring = self._rings[names] = _Ring(rows)
+        earlier = ring.look()
+        ring.send(rows, units)
         return earlier
 
     @override
     def forget(self, name: str) -> None:
-        self._host.pop(name, None)  # a copy to it may be on its way
+        self._rings.pop((name,), None)  # a copy to it may be on its way
 
     def known(self, name: str) -> float:
         """Return the number of an earlier step; inf if there is none."""
-        return float(self._host[name][1]) if name in self._host else math.inf
+        found = [
+            ring.look()[names.index(name)] for names, ring in self._rings.items() if name in names
+        ]
+        return found[0] if found else math.inf
 
 
 _FIXED: Final = Fixed()
