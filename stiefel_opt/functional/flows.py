@@ -307,8 +307,10 @@ class _PrefixedReader(Reader):
         self.is_exact, self._reader, self.steepest = reader.is_exact, reader, reader.steepest
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        return self._reader.number("coupling " + name, value)
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
+        return self._reader.number("coupling " + name, value, least=least, power=power)
 
 
 def _longest(
@@ -321,9 +323,11 @@ def _longest(
     """
     if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
         return most
-    known = _MARGIN * reader.number("length", value)
+    scale = _MARGIN
     if not isinstance(lr, Tensor):  # it may be another than in the step before
-        known *= lr * lr
+        scale *= lr * lr
+    least, power = _SHORT / max(scale, 1e-300), 2 if isinstance(lr, Tensor) else 0
+    known = scale * reader.number("length", value, least=least, power=power)
     return min(most, max(_SHORT, known)) if known == known else most
 
 

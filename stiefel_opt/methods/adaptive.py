@@ -211,8 +211,10 @@ class _FarReader(Reader):
         self._reader = reader  # no step is too steep any more
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        return 16.0 * self._reader.number(name, value)
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
+        return 16.0 * self._reader.number(name, value, least=least / 16.0, power=power)
 
 
 def _friction(
@@ -328,7 +330,7 @@ class AdaptiveSGD(_Adaptive, StiefelSGD):
 
     Args:
         params, lr, weight_decay, nesterov, maximize, foreach, fused, differentiable, metric,
-            transport, nonfinite, stiefel: As in :class:`StiefelSGD`.
+            transport, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
         momentum: In (0, 1).
         dampening: Must be 0.
 
@@ -345,6 +347,7 @@ class AdaptiveSGD(_Adaptive, StiefelSGD):
 
     rule = "AdaptiveSGD"
     sums_over_rows = True
+    capturable = True
 
     @override
     def check_options(self, group: Group) -> None:
@@ -372,7 +375,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     Args:
         params, lr, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable,
-            fused, decoupled_weight_decay, metric, transport, nonfinite, stiefel: As in
+            fused, decoupled_weight_decay, metric, transport, nonfinite, stiefel, cuda_graph: As in
             :class:`StiefelAdam`.
         betas: The first in (0, 1).
         nesterov, radius: As in :class:`StiefelAdam`. Default: None, which is False and 1.
@@ -390,6 +393,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     rule = "AdaptiveAdam"
     sums_over_rows = True
+    capturable = True
 
     @override
     def check_options(self, group: Group) -> None:

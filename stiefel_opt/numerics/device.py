@@ -27,6 +27,8 @@ from stiefel_opt.errors import HALF, fail
 _LONG: Final = 4096  # places of an index that is not kept
 _MANY: Final = 1024  # rows of numbers that are kept
 _NUMBERS: Final[dict[tuple[torch.device, tuple[float, ...], torch.dtype], Tensor]] = {}
+_LOOSE: Final = 4.0  # a bound on a number may be that much above it
+_RING: Final = 8  # rows of numbers that are on their way to a captured step
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
@@ -107,21 +109,26 @@ def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
 
     A list in its place would be sent, and waited for, at every use.
     """
-    is_kept = device.type != "cpu" and len(places) <= _LONG and has_no_owner(device)
-    send = _sent if is_kept else _sent.__wrapped__
-    return send(device, tuple(places), torch.long)
+    if device.type == "cpu" or len(places) > _LONG:
+        return _sent(device, tuple(places), torch.long)
+    return _kept_on(device, tuple(places), torch.long, is_plain=True)
 
 
 def numbers_on(like: Tensor, *values: float) -> Tensor:
     """Return real numbers in the precision and on the device of a tensor, sent there once."""
-    key = like.device, values, like.real.dtype
     is_plain = type(like) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+    return _kept_on(like.device, values, like.real.dtype, is_plain=is_plain)
+
+
+def _kept_on(
+    device: torch.device, values: tuple[float, ...], dtype: torch.dtype, *, is_plain: bool
+) -> Tensor:
+    key = device, values, dtype
     if is_plain and key in _NUMBERS:
         return _NUMBERS[key]
-    if not has_no_owner(like.device):  # a graph that is being captured must not read the host
-        filled = [torch.full((), value, dtype=key[2], device=like.device) for value in values]
-        return torch.stack(filled)
-    numbers = _sent.__wrapped__(*key)
+    if not has_no_owner(device):  # a graph that is being captured must not read the host
+        return torch.stack([torch.full((), each, dtype=dtype, device=device) for each in values])
+    numbers = _sent(*key)
     if len(_NUMBERS) < _MANY:  # none is dropped: a captured graph may use it
         _NUMBERS[key] = numbers
     return numbers
@@ -135,7 +142,6 @@ def has_no_owner(device: torch.device) -> bool:
     return not is_fake and torch._C._functorch.peek_interpreter_stack() is None
 
 
-@functools.lru_cache(maxsize=256)
 def _sent(device: torch.device, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(mode=False):  # every caller shares it
         pinned = device.type == "cuda"
@@ -211,11 +217,16 @@ class Reader(ABC):
     steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
 
     @abstractmethod
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
         """Return what is known of the largest entry of ``value()``; inf if nothing is.
 
-        ``name`` is the key of the stored number: use it once a step. ``value`` is called only where
-        its number is used.
+        Args:
+            name: The key of the stored number: use it once a step.
+            value: Called only where its number is used.
+            least: Up to here the caller does the same for every number.
+            power: Of the learning rate, with which the number grows.
         """
 
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
@@ -228,7 +239,9 @@ class Now(Reader):
     is_exact = True
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
         return float(value().max())
 
 
@@ -236,7 +249,9 @@ class Fixed(Reader):
     """Reads nothing, so that rounding is removed in every step."""
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
         return math.inf
 
 
@@ -250,26 +265,96 @@ class Lagged(Reader):
         self._host: dict[str, tuple[Tensor, Any]] = {}
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        largest = value().amax()
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
+        earlier = self.known(name)
+        self.send(name, value().amax())
+        return earlier
+
+    def send(self, name: str, largest: Tensor) -> None:
+        """Let the device copy a number to the host."""
         if name not in self._host:
             pinned, dtype = largest.is_cuda, largest.dtype
             if dtype not in (torch.float32, torch.float64):  # of a rule of one's own
                 dtype = torch.float64
             host = torch.full((), math.inf, dtype=dtype, device="cpu", pin_memory=pinned)
             self._host[name] = host, host.numpy()
-        host, memory = self._host[name]
-        earlier = float(memory)  # a number in memory: no operation of torch, and no wait
-        host.copy_(largest, non_blocking=True)
-        return earlier
+        self._host[name][0].copy_(largest, non_blocking=True)
 
     @override
     def forget(self, name: str) -> None:
         self._host.pop(name, None)  # a copy to it may be on its way
 
-    def known(self, name: str) -> float:
+    def known(self, name: str, *, least: float = 0.0) -> float:  # noqa: ARG002
         """Return the number of an earlier step; inf if there is none."""
+        # a number in memory: no operation of torch, and no wait
         return float(self._host[name][1]) if name in self._host else math.inf
+
+
+class Planned(Lagged):
+    """Answers for a step that is captured: bounds on those of a :class:`Lagged`.
+
+    The captured step may be repeated for as long as they :meth:`still_hold`. Its learning rate is a
+    tensor of the device, ``lr``, which the host may know: numbers that grow with it are then
+    divided by it on the device, and multiplied by the next one on the host.
+    """
+
+    def __init__(self, lagged: Lagged, lr: Tensor, host_lr: float | None) -> None:
+        super().__init__()
+        self._lagged, self._lr, self._host_lr = lagged, lr, host_lr
+        self._given: dict[str, tuple[float, int, float]] = {}  # least, power, answer
+        self._found: dict[str, Tensor] = {}
+        self._forgotten: set[str] = set()
+
+    @override
+    def number(
+        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
+    ) -> float:
+        power = 0 if self._host_lr is None else power
+        key = f"{name} / lr^{power}" if power else name
+        answer = self._answer(key, least, power)
+        largest = value().amax()
+        self._found[key] = largest / self._lr**power if power else largest
+        return answer
+
+    @override
+    def known(self, name: str, *, least: float = 0.0) -> float:
+        return self._answer(name, least, 0)
+
+    @override
+    def forget(self, name: str) -> None:
+        self._forgotten.add(name)
+
+    def still_hold(self, host_lr: float | None) -> bool:
+        """Say whether every answer is a bound still, and not a loose one."""
+        self._host_lr = host_lr
+        for name, (least, power, answer) in self._given.items():
+            known = max(self._known(name, power), least)
+            if not (known == answer or known <= answer <= _LOOSE * known):
+                return False
+        return True
+
+    def pass_on(self) -> None:
+        """Let the device copy the numbers of the step that it has just begun to the host."""
+        for name in self._forgotten:
+            self._lagged.forget(name)
+        if self._host_lr != 0:  # such a step says nothing of the next one
+            for name, largest in self._found.items():
+                self._lagged.send(name, largest)
+
+    def _answer(self, name: str, least: float, power: int) -> float:
+        if name not in self._given:
+            known, least = self._known(name, power), max(least, 2.0**-60)
+            answer = max(known, least)
+            if least < known < math.inf:  # a power of 2 above
+                answer = least * 2.0 ** math.ceil(math.log2(known / least))
+            self._given[name] = least, power, answer
+        return self._given[name][2]
+
+    def _known(self, name: str, power: int) -> float:
+        number = self._lagged.known(name) * (self._host_lr**power if self._host_lr else 1.0)
+        return number if number == number else math.inf
 
 
 _FIXED: Final = Fixed()
@@ -277,6 +362,8 @@ _FIXED: Final = Fixed()
 
 def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
+    if isinstance(lagged, Planned):
+        return lagged
     if is_compiling() or not has_values(tensor):
         return _FIXED
     if is_cpu(tensor):
@@ -286,6 +373,85 @@ def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     if tensor.is_cuda:
         return _FIXED if torch.cuda.is_current_stream_capturing() else lagged
     return lagged if tensor.is_cpu else _FIXED  # without pinned memory a copy would wait
+
+
+# ---- captured steps ------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Captures work on a CUDA device as graphs, and sends numbers of the host to them.
+
+    Args:
+        device: Where the work is done.
+        count: How many numbers it needs.
+        shared: What recorders of work that never runs at once have in common: temporaries.
+
+    Attributes:
+        numbers: Those that were sent last, float64.
+    """
+
+    def __init__(self, device: torch.device, count: int, shared: dict[Any, Any]) -> None:
+        self._device, self._shared = device, shared
+        self.numbers = torch.zeros(count, dtype=torch.float64, device=device)
+        self._sent: list[float] | None = None
+        self._ring: list[tuple[Tensor, Any]] = []  # a copy on its way needs memory of its own
+        self._turn = 0
+        self._last_stream: Any = None
+
+    @staticmethod
+    def is_busy() -> bool:
+        """Say whether somebody else captures this step."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def follow(self) -> None:
+        """Let the current stream wait for the one on which the last step was sent."""
+        current = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and current != self._last_stream:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
+
+    def send(self, numbers: list[float]) -> None:
+        """Send the numbers, if they are others than before, while nobody waits."""
+        if numbers == self._sent:
+            return
+        host, arrived = self._slot()
+        host.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        self.numbers.copy_(host, non_blocking=True)
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(self._device))
+        self._sent = numbers
+
+    def _slot(self) -> tuple[Tensor, Any]:
+        """Return memory that pages stay in, and the event that says when it has been read."""
+        is_cuda = self._device.type == "cuda"
+        if len(self._ring) < _RING:
+            host = torch.zeros(
+                len(self.numbers), dtype=torch.float64, device="cpu", pin_memory=is_cuda
+            )
+            self._ring.append((host, torch.Event(self._device) if is_cuda else None))
+            return self._ring[-1]
+        host, arrived = self._ring[self._turn % _RING]
+        self._turn += 1
+        if arrived is not None:
+            arrived.synchronize()  # the host is eight changes ahead
+        return host, arrived
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Capture ``work``, which does not run yet, and return what runs it."""
+        device, graph = self._device, torch.cuda.CUDAGraph()
+        if device not in self._shared:
+            self._shared[device] = torch.cuda.graph_pool_handle(), torch.Stream(device)
+        pool, stream = self._shared[device]
+        # torch leaves the stream of a capture that fails as the current one
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            mode = "thread_local"  # other threads may go on
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+                work()
+        return graph.replay
+
+
+# Recorders by type of device: work on any other cannot be captured.
+RECORDERS: Final[dict[str, type[Recorder]]] = {"cuda": Recorder}
 
 
 # ---- precision ---------------------------------------------------------------------------------

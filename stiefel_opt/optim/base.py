@@ -27,6 +27,7 @@ from stiefel_opt.numerics.device import exact_products, is_compiling, readable
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
+from stiefel_opt.optim.capture import Capture
 from stiefel_opt.optim.commit import Correction, Rule, ScaleRule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
@@ -43,6 +44,7 @@ _LARGEST_LR: Final = 2.0**50
 # Attributes of a class that speak of a method: who overrides the method says them again.
 _SAID_OF: Final = {
     "sums_over_rows": "rule_for",
+    "capturable": "rule_for",
     "learns_scale": "rule_for",
     "plain_is_elementwise": "update_plain",
 }
@@ -82,6 +84,7 @@ class GroupIndex:
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
         self.weight_groups: list[WeightGroup] = []
+        self.captures: list[Capture] = []
 
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
         optimizer.check_options(group)
@@ -152,6 +155,7 @@ class GroupIndex:
             WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
             for each in weights.values()
         ]
+        self.captures = [Capture(each, optimizer._shared) for each in self.weight_groups]
         self.waiting = sorted(waiting)
         checks.warn_of_restarts(restarted, optimizer.param_groups)
 
@@ -202,7 +206,7 @@ class StiefelOptimizer(Optimizer, ABC):
     Args:
         params: Parameters, named parameters or groups, as in torch. A step needs their values: not
             on the meta device.
-        defaults: Options of the groups; ``nonfinite`` and ``stiefel`` are added.
+        defaults: Options of the groups; ``nonfinite``, ``stiefel`` and ``cuda_graph`` are added.
 
     Attributes:
         rule: The name under which a checkpoint is saved. Default: that of the class.
@@ -213,6 +217,10 @@ class StiefelOptimizer(Optimizer, ABC):
             other. Processes that share the plain rows of a constrained weight then pass only their
             own rows. A class that overrides that method must say it again. Default: False, and such
             weights are refused.
+        capturable: Whether a step on a GPU may be captured, ``cuda_graph``: the rule decides by no
+            number of a tensor but what ``reader`` returns, and by no number that changes from step
+            to step but ``lr`` and ``step``, which are tensors then. A class that overrides
+            :meth:`rule_for` must say it again. Default: False, and its steps are eager.
         learns_scale: Whether the rule moves Q of a learned scale as well,
             ``Stiefel(learn_scale=True)``: g is moved by the rule of its family. A class that
             overrides :meth:`rule_for` must say it again. Default: False, and such weights are
@@ -225,6 +233,7 @@ class StiefelOptimizer(Optimizer, ABC):
     rule: str = ""
     sums_over_rows: bool = False
     plain_is_elementwise: bool = False
+    capturable: bool = False
     learns_scale: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
@@ -249,8 +258,9 @@ class StiefelOptimizer(Optimizer, ABC):
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__
         self._indices: list[GroupIndex | None] = []
+        self._shared: dict[Any, Any] = {}  # what captured steps have in common
         checks.check_params(params)
-        defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
+        defaults = {"nonfinite": "skip", "stiefel": None, "cuda_graph": None, **defaults}
         self._handle, self.records = remember(self), Records()
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         # known from now on: every group has been looked at, and weights may be written to
@@ -263,6 +273,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
         checks.check_common_options(group)
+        checks.check_cuda_graph(group, type(self).__name__, is_capturable=self.capturable)
 
     def resolved(self, group: Group) -> Group:
         """Return a group in which options that are None have the value they stand for."""
@@ -472,7 +483,8 @@ class StiefelOptimizer(Optimizer, ABC):
         """Look at the gradients of a group before anything changes; return the plain parameters."""
         _require_finite(group["lr"])
         index = self._init(place, group)
-        for weights in index.weight_groups:
+        for weights, capture in zip(index.weight_groups, index.captures, strict=True):
+            capture.prepare(group, self)
             grads = list(map(_GRAD, weights.parameters))
             if not weights.check_gradients(grads, self.param_groups):
                 self._renew(place, group)
@@ -507,7 +519,8 @@ class StiefelOptimizer(Optimizer, ABC):
         for group, own in released:
             self._step_plain(group, own, [grads[p] for p in own], [self.state[p] for p in own])
         known = [group["lr"] for group in self.param_groups]
-        self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
+        rates = [next(tensors) if isinstance(lr, Tensor) else lr for lr in known]
+        self._move_constrained(rates, in_graph=True)
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
@@ -531,7 +544,7 @@ class StiefelOptimizer(Optimizer, ABC):
         for parameter in [p for p in parameters if not (self.state[p] or is_compiling())]:
             del self.state[parameter]
 
-    def _move_constrained(self, lrs: Sequence[float | Tensor]) -> None:
+    def _move_constrained(self, lrs: Sequence[float | Tensor], *, in_graph: bool = False) -> None:
         """Move the constrained parameters of every group; last, warn or raise for missed steps."""
         missed: dict[bool, list[Tensor]] = {False: [], True: []}
         for group, index, lr in zip(self.param_groups, self._indices, lrs, strict=True):
@@ -541,9 +554,9 @@ class StiefelOptimizer(Optimizer, ABC):
             lr = lr if value is None else min(float(value), _LARGEST_LR)
             rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
             options = StepOptions(*rules, lr, group["nonfinite"], index.scale_rule)
-            for weights in index.weight_groups:
+            for weights, capture in zip(index.weight_groups, index.captures, strict=True):
                 with exact_products(weights.steps):
-                    turning = weights.step(options)
+                    turning = weights.step(options) if in_graph else capture.step(options)
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
                 if turning:
@@ -604,7 +617,7 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._indices = [None] * len(self.param_groups)
+        self._indices, self._shared = [None] * len(self.param_groups), {}
         if "_handle" not in self.__dict__:
             self._handle, self.records = remember(self), Records()
             self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
@@ -636,6 +649,15 @@ class StiefelOptimizer(Optimizer, ABC):
         """
         angles = [weights.angles() for weights in self.all_constrained()]
         return dict(itertools.chain(*map(dict.items, angles)))
+
+    def how_stepped(self) -> str:
+        """Return how the last step of the constrained parameters on accelerators was taken.
+
+        "captured, 2 CUDA graphs", or "eager" and why; several texts for several groups. Empty on a
+        CPU.
+        """
+        captures = [each for index in self._indices if index for each in index.captures]
+        return "; ".join(dict.fromkeys(str(each) for each in captures if not each.is_on_cpu))
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -679,4 +701,6 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        return checks.described(type(self).__name__, self.param_groups, self.resolved)
+        text = checks.described(type(self).__name__, self.param_groups, self.resolved)
+        how = self.how_stepped()
+        return f"{text}\nLast step: {how}." if how else text

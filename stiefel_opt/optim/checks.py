@@ -159,6 +159,20 @@ def check_common_options(group: Group) -> None:
         raise ValueError(fail("fused", "not be True together with foreach", True))
 
 
+def check_cuda_graph(group: Group, rule: str, *, is_capturable: bool) -> None:
+    """Raise unless ``cuda_graph`` is None or a flag, and True only where a rule can be captured."""
+    wanted = group.get("cuda_graph")
+    if wanted is None:
+        return
+    check_flag("cuda_graph", wanted)
+    if wanted and not is_capturable:
+        remedy = f"{rule} does not say that its rule is capturable"
+        raise ValueError(fail("cuda_graph", "be None or False", True, remedy))
+    if wanted and group["nonfinite"] == "raise":
+        remedy = "nonfinite='raise' reads a number in every step"
+        raise ValueError(fail("cuda_graph", "be None or False", True, remedy))
+
+
 def check_lr(lr: Any) -> None:
     """Raise unless a learning rate is a number of at least 0, or a tensor of one."""
     if not isinstance(lr, Tensor):

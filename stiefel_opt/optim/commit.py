@@ -490,7 +490,9 @@ def _on_manifold(
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
     # If the step before was steep, which nobody knew in time, its rounding is still there.
-    is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.known("norm") < math.inf
+    is_due |= (
+        isinstance(reader, Lagged) and _VERY_STEEP < reader.known("norm", least=_STEEP) < math.inf
+    )
     looks = is_due and reader.is_exact
     if not (looks or (task.is_changed and has_values(point))):
         return (*(correct(point, state, sums) if is_due else (point, {})), False)
@@ -528,7 +530,7 @@ def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
         reader = Fixed()
         reader.steepest = 0.1 * most  # rounding is removed once
         return reader
-    known = reader.known("norm")
+    known = reader.known("norm", least=_STEEP)
     reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
     return reader
 
@@ -631,7 +633,7 @@ def _corrections_after(length: Length | Tensor | float, steepness: float, reader
         return 1
     if isinstance(length, Tensor):
         largest = length
-        length = reader.number("length of a step", lambda: largest)
+        length = reader.number("length of a step", lambda: largest, least=1.0)
     if not isinstance(length, Length):
         return int(not length <= 1)
     if steepness > _VERY_STEEP:
@@ -663,8 +665,9 @@ def _steepness(
         return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
-    bound = reader.number("norm", lambda: norm() * abs(step))
+    bound = reader.number("norm", lambda: norm() * abs(step), least=_STEEP)
     if bound <= _STEEP:
         reader.forget("stretch")
         return 0.0
-    return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step)))
+    stretch = reader.number("stretch", lambda: largest_stretch(inner * step), least=_STEEP)
+    return min(bound, stretch)

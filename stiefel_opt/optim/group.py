@@ -18,7 +18,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import address_for, has_values, index_on, is_cpu, working_dtype
+from stiefel_opt.numerics.device import (
+    Lagged,
+    address_for,
+    has_values,
+    index_on,
+    is_cpu,
+    working_dtype,
+)
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.blocks import (
     Weight,
@@ -31,6 +38,7 @@ from stiefel_opt.optim.checks import refuse_gradient, refuse_sparse
 from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
+    LastStep,
     MoveRows,
     StepOptions,
     Task,
@@ -52,7 +60,7 @@ from stiefel_opt.optim.torch_rules import Group
 MANY_STEPS: Final = 100
 _LONG: Final = math.pi / 4
 # Rounding in X'X and X'U is measured and removed once in so many steps.
-_CORRECTION_PERIOD: Final = 8
+CORRECTION_PERIOD: Final = 8
 _LAST_COUNT: Final = 2.0**24  # float32 counts no further
 
 # Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
@@ -140,6 +148,10 @@ class WeightGroup:
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
+        self._is_judged = True
+        # of a captured step: a mask of the weights with a gradient, and whether rounding is removed
+        self._present: Tensor | None = None
+        self._is_due: bool | None = None
         # indices of weights with unsafe gradients or overflow; empty where reading would wait
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
@@ -244,7 +256,9 @@ class WeightGroup:
                 for place in range(len(now))
                 if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
-        if nonfinite != "ignore" or self.is_shared:
+        # what nobody reads before the step is a part of it
+        self._is_judged = nonfinite == "ignore" and not self.is_shared
+        if self.reads or self.is_shared or nonfinite == "raise":
             self._judge(nonfinite)
         return [self.parameters[place] for place in sorted(self._changed - self._staying)]
 
@@ -263,6 +277,9 @@ class WeightGroup:
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
+        if self._is_judged:
+            return
+        self._is_judged = True
         places = list(range(len(self.weights)))
         if self.reads and nonfinite == "skip":  # each batch judges the others
             if not self._joint:
@@ -278,6 +295,8 @@ class WeightGroup:
             lengths = _lengths_of([self._grads[place] for place in members])  # type: ignore[misc]
             safe = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
             ok = safe if members == self._everywhere else ok.index_copy(0, self._at(members), safe)
+        if self._present is not None:
+            ok &= self._present
         if self.is_shared:
             ok = self._agreed(ok)
         if not self.reads:
@@ -310,6 +329,7 @@ class WeightGroup:
             self.skipped[self.unsafe] += 1
             self._grads = []
             return []
+        self._judge(options.nonfinite)
         values = self._values or [weight.moving() for weight in self.weights]
         lr = options.lr
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
@@ -333,7 +353,7 @@ class WeightGroup:
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
-            if self._rows:
+            if self._rows and self._is_due is None:
                 _move_rows(self, values, options.move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
@@ -341,6 +361,75 @@ class WeightGroup:
         if overflows:
             self._count(overflows, options.nonfinite)
         return turning
+
+    # ---- captured steps: see capture.py --------------------------------------------------------
+
+    @property
+    def given(self) -> list[Tensor | None]:
+        """The gradients of the step under way."""
+        return self._grads
+
+    @property
+    def missing(self) -> set[int]:
+        """The places of weights without a gradient, where no gradient is read."""
+        return self._staying
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody else has written to one of the parameters."""
+        return bool(self._changed)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the parameters lie."""
+        return self._now[1]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some rows are plain."""
+        return bool(self._rows)
+
+    def step_rows(self, options: StepOptions) -> None:
+        """Move the plain rows, before a step of the others that is captured."""
+        if self._rows:
+            self._judge(options.nonfinite)
+            values = self._values or [weight.moving() for weight in self.weights]
+            _move_rows(self, values, options.move_rows)
+
+    def step_for_all(
+        self,
+        grads: Sequence[Tensor],
+        present: Tensor | None,
+        is_due: bool,
+        readers: Sequence[Lagged],
+        options: StepOptions,
+    ) -> None:
+        """Take a step with these gradients, of those that the mask ``present`` names."""
+        self._grads, self._staying = list(grads), set()
+        self._present, self._is_due = present, is_due
+        self._is_judged = options.nonfinite == "ignore"
+        earlier = [batch.lagged for batch in self.batches]
+        try:
+            for batch, reader in zip(self.batches, readers, strict=False):
+                batch.lagged = reader
+            self.step(options)
+        finally:
+            self._present = self._is_due = None
+            for batch, lagged in zip(self.batches, earlier, strict=True):
+                batch.lagged = lagged
+
+    def note_repeated(self, last: Sequence[LastStep | None], *, is_written: bool) -> None:
+        """Keep account of a step that a graph has taken, which leaves no trace on the host."""
+        for batch, each in zip(self.batches, last, strict=True):
+            batch.last = each
+            batch.begun += not self._staying.issuperset(batch.places)
+        if is_written:
+            moved = set(range(len(self.weights))) - self._staying
+            torch.autograd.graph.increment_version([self.parameters[place] for place in moved])
+            self._remember_what_was_written(moved)
+        self._grads = []
+
+    # ---- parts of a step -----------------------------------------------------------------------
 
     def _at(self, places: Sequence[int]) -> Tensor:
         """Return the index of these weights."""
@@ -390,7 +479,10 @@ class WeightGroup:
         numbers = self._of(self._numbers, places)
         if not self.reads:
             batch.begun += 1
-            return batch.of_each(numbers), batch.begun % _CORRECTION_PERIOD == 0
+            is_due = self._is_due
+            if is_due is None:
+                is_due = batch.begun % CORRECTION_PERIOD == 0
+            return batch.of_each(numbers), is_due
         each = set(numbers.tolist())
         is_due = any(map(_is_due, each))
         return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
@@ -418,7 +510,7 @@ class WeightGroup:
                 new_skipped = self.skipped.index_add(0, index, lost[index])
         elif ok is not None:
             new_steps = self.steps + ok
-            new_skipped = self.skipped + ~ok
+            new_skipped = self.skipped + (~ok if self._present is None else ~ok & self._present)
         if self.unsafe:
             new_skipped = self.skipped.clone() if new_skipped is None else new_skipped
             new_skipped[self.unsafe] += 1
@@ -466,7 +558,7 @@ class WeightGroup:
 
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
-    return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
+    return number % CORRECTION_PERIOD == 0 or number > _LAST_COUNT
 
 
 def _move_rows(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:

@@ -171,11 +171,14 @@ class Report:
         lines: One :class:`Line` for each constrained parameter.
         with_steps: Whether the table has columns for the steps of an optimizer.
         others: Name and manifold of each parameter that is geoopt's, as it is on another manifold.
+        how_stepped: How the last step of an optimizer was taken on an accelerator: captured as CUDA
+            graphs, or eager and why; else empty.
     """
 
     lines: tuple[Line, ...]
     with_steps: bool = False
     others: tuple[tuple[str, str], ...] = ()
+    how_stepped: str = ""
 
     @override
     def __str__(self) -> str:
@@ -200,7 +203,8 @@ class Report:
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
         left = ", ".join(f"{name} ({manifold})" for name, manifold in self.others)
-        return table(rows) + (f"\nleft to geoopt: {left}" if left else "")
+        text = table(rows) + (f"\nleft to geoopt: {left}" if left else "")
+        return text + (f"\nlast step: {self.how_stepped}" if self.how_stepped else "")
 
     @override
     def __repr__(self) -> str:
@@ -309,4 +313,5 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         for name, parameter in model.named_parameters()
         if is_others(parameter)
     )
-    return Report(tuple(lines), with_steps=optimizer is not None, others=others)
+    how = getattr(inmost, "how_stepped", str)()
+    return Report(tuple(lines), optimizer is not None, others, how)
