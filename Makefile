@@ -59,10 +59,7 @@ lint: $(READY)
 
 bench: $(READY_FOR_BENCH)
 	$(RUN) -m benchmarks.speed.step_time
-	$(RUN) -m benchmarks.accuracy.flows
-	$(RUN) -m benchmarks.speed.flops
 	$(RUN) -m benchmarks.speed.parametrizations --threads 2 --rounds 5
-	$(RUN) -m benchmarks.speed.modules --threads 2 --rounds 3
 	$(RUN) -m benchmarks.speed.torch_orthogonal
 	$(RUN) -m benchmarks.common.publish
 

@@ -129,7 +129,7 @@ def table(errors: dict[str, list[list[float]]]) -> str:
     return "\n".join(lines)
 
 
-# python -m benchmarks.accuracy.vit_digits: everything tuned, on other seeds than reported.
+# benchmarks/results/vit_digits.json: everything tuned, on other seeds than reported.
 TUNED = (
     "Few seeds cannot tell which is better once tuned. Ten seeds with tuned learning rate, weight "
     "decay and dropout gave 4.1 % for StiefelAdamW and 5.2 % for AdamW, 1.12 ± 0.56 apart: level; "

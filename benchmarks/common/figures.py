@@ -1,9 +1,9 @@
-"""Every picture of `results`, drawn from the JSON beside it.
+"""The pictures of programs that are here, drawn from the JSON in `results`.
 
 A method looks the same in all of them.
 
     python -m benchmarks.common.figures                     # all
-    python -m benchmarks.common.figures copying video       # some
+    python -m benchmarks.common.figures copying prw         # some
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common.harness import RESULTS, atomic, final_value, final_values
+from benchmarks.common.harness import RESULTS, atomic, final_value
 
 DPI = 160
 # Colours that colour-blind readers can tell apart (Okabe & Ito, and two more); one a family.
@@ -31,7 +30,7 @@ BLUES = ("#BFDBEE", "#99C6E3", "#6CAED6", "#3D93C6", "#0072B2")  # few to many r
 STYLES = {  # colour, marker and, where curves of one colour must be told apart, dashes
     name: (LOOKS["colours"][colour], *look) for name, (colour, *look) in LOOKS["styles"].items()
 }
-CELLS, PLAYS = LOOKS["cells"], LOOKS["plays"]
+CELLS = LOOKS["cells"]
 MARKERS = "os^vDdPX"
 OPEN = {"fillstyle": "none", "linestyle": "--"}  # the other of two curves of one method
 PRINTED = "StiefelAdam(radius=1.0, nesterov=False)"
@@ -204,12 +203,7 @@ def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
     return f"{'' if fewest == most else f'{fewest} to '}{most} seed{'' if most == 1 else 's'}"
 
 
-CASES = {
-    "as it is": "standard settings", "both": "no warm-up, four times the learning rates",
-    "learned factor": "learned singular value a layer",
-}  # fmt: skip
 SITES = {"stream": "residual stream", "values": "values"}
-METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 
 
 def copying(path: Path) -> None:
@@ -243,75 +237,6 @@ def pixel_digits(path: Path) -> None:
         runs += own
     title = "8 x 8 digits pixel by pixel, 64 units"
     plot_curves(path, title, histories(runs, "cell", **CELLS), panels)
-
-
-def translation(path: Path) -> None:
-    """2^loss, as the paper has it, of every recurrence and seed."""
-    sets: dict[str, dict[str, list[float]]] = {}
-    for run in (run for run in read(path)["runs"] if len(run["history"]) > 1):
-        number = f"{run['limit']:,}" if run["limit"] else "all"
-        pairs = "generated phrases" if run["pairs"] is None else f"{number} pairs of sentences"
-        cell, _, count = run["cell"].partition(" L=")
-        if count:  # the same share of N has the same look in every set
-            cell = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
-        kept = sets.setdefault(f"{pairs}, N = {run['hidden']}", {})
-        kept.setdefault(cell, []).extend(2**loss for loss in final_values([run], "loss"))
-    figure, (axes,) = start(len(sets), (5.6 * len(sets), 4.4))
-    for axis, (title, found) in zip(axes, sets.items(), strict=True):
-        ranked = sorted(found, key=lambda name: statistics.fmean(found[name]))
-        dots(axis, {name: found[name] for name in ranked}, "2^loss of a test word")
-        axis.set_title(title)
-    figure.suptitle("2^loss of translations after the last epoch, the lowest on top")
-    save(figure, path)
-
-
-def video(path: Path) -> None:
-    """Test error of every recurrent unit and seed."""
-    content = read(path)
-    found = histories(content["runs"], "method")
-    figure, ((axis,),) = start(1, (8, 4))
-    dots(
-        axis, {method: [run[-1]["test"] for run in runs] for method, runs in found.items()},
-        "summed |error| of a test frame (grey levels 0 to 1)",
-    )  # fmt: skip
-    still = f"showing the last frame again: {content['last_frame']:.1f}"
-    axis.set_title(f"Next video frame, 32 x 32 pixels; {still}", fontsize=10)
-    save(figure, path)
-
-
-def muon_transformer(path: Path) -> None:
-    """Loss on held-out text, of each method at its best learning rate."""
-    content, found = read(path), {}
-    for key, run in content["runs"].items():
-        method, rate, _ = key.split()
-        if float(rate) == content["rates"][method]:
-            history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
-            found.setdefault(METHODS.get(method, method), []).append(history)
-    panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
-    plot_curves(path, f"Character transformer, {number_of_seeds(found)}", found, [panel])
-
-
-def manifold_muon(path: Path) -> None:
-    """Loss and accuracy over the learning rates; the best one of each method with all its seeds."""
-    runs, methods = read(path)["runs"], {}
-    rates = sorted({float(key.split()[1]) for key in runs})
-    for key, (loss, right, *_) in runs.items():
-        method, rate, _ = key.split()
-        place = rates.index(float(rate))
-        kept = methods.setdefault(
-            method, {entry: [[] for _ in rates] for entry in ("loss", "right")}
-        )
-        kept["loss"][place].append(loss)
-        kept["right"][place].append(100 * right)
-    figure, (axes,) = start(2, (9, 3.6))
-    labels = ("training loss (nats)", "test images right (%)")
-    for axis, key, label in zip(axes, ("loss", "right"), labels, strict=True):
-        over_rates(axis, rates, methods, key)
-        axis.set(xlabel="learning rate", ylabel=label)
-    plain_ticks(axes[0].yaxis)
-    legend(figure, axes[0])
-    figure.suptitle("Perceptron, five epochs of 16,000 CIFAR-10 images", fontsize=10)
-    save(figure, path)
 
 
 # ---- points, one row a method ----
@@ -378,34 +303,6 @@ def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     save(figure, path)
 
 
-def attention(path: Path) -> None:
-    """Test errors and largest logits of every case, method and seed, or that it overflowed."""
-    runs = read(path)["runs"]
-    cases, methods = (list(dict.fromkeys(run[key] for run in runs)) for key in ("case", "method"))
-    figure, (axes,) = start(2, (9.5, 1.6 + 0.42 * len(cases)), sharey=True)
-    labels = {"test_error": "test error (%), every seed", "largest_logit": "largest logit"}
-    for axis, (key, label) in zip(axes, labels.items(), strict=True):
-        for number, method in enumerate(methods):
-            shift = 0.18 * (number - (len(methods) - 1) / 2)
-            look = style(method, number) | {"linestyle": "", "markersize": 4}
-            places = {case: place + shift for place, case in enumerate(cases)}
-            own = [run for run in runs if run["method"] == method]
-            fine = [run for run in own if run["largest_logit"] is not None]
-            axis.plot([run[key] for run in fine], [places[run["case"]] for run in fine],
-                      label=method, **look)  # fmt: skip
-            for case in {run["case"] for run in own if run["largest_logit"] is None}:
-                axis.annotate(
-                    "overflow", (0.99, places[case]), xycoords=("axes fraction", "data"),
-                    ha="right", va="center", fontsize=7, color=look["color"],
-                )  # fmt: skip
-        rows(axis, [CASES.get(case, case) for case in cases])
-        axis.set_xlabel(label)
-    axes[1].set_xscale("log")
-    plain_ticks(axes[1].xaxis)
-    legend(figure, axes[0])
-    save(figure, path)
-
-
 def eigen_methods(path: Path) -> None:
     """Time to the target over that of StiefelSGD, and what did not arrive."""
     content = read(path)
@@ -451,31 +348,6 @@ def prw(path: Path) -> None:
         plain_ticks(axis.xaxis)
     text = "Projection-robust Wasserstein distances: five initialisations of each method"
     figure.suptitle(f"{text}, and their mean")
-    save(figure, path)
-
-
-def prw_plays(path: Path) -> None:
-    """The reference distances between the plays."""
-    content = read(path, "prw")["sets"]["shakespeare"]
-    names = list(PLAYS)
-    distances = np.full((len(names), len(names)), np.nan)
-    for pair, value in zip(content["pairs"].split(), content["reference"].split(), strict=True):
-        i, j = (names.index(part) for part in pair.split("-"))
-        distances[i, j] = distances[j, i] = float(value)
-    figure, axes = start(1, (7.5, 6.2))
-    axis, titles = axes[0][0], list(PLAYS.values())
-    image = axis.imshow(distances, cmap="viridis")
-    axis.set_xticks(range(len(titles)), titles, rotation=90)
-    axis.set_yticks(range(len(titles)), titles)
-    middle = (np.nanmin(distances) + np.nanmax(distances)) / 2
-    for (row, column), value in np.ndenumerate(distances):
-        if not math.isnan(value):
-            shown = f"{value:.3g}" if value >= 1 else f"{value:.3f}".lstrip("0")
-            look = {"ha": "center", "va": "center", "fontsize": 7}
-            axis.text(column, row, shown, color="white" if value < middle else "black", **look)
-    figure.colorbar(image, shrink=0.8, label="transport cost (squared distance)")
-    title = "Word vectors of the plays, each pair under the projection of largest distance"
-    axis.set_title(title, fontsize=10)
     save(figure, path)
 
 
@@ -531,52 +403,6 @@ def accuracies(
     save(figure, path)
 
 
-def convergence(path: Path) -> None:
-    """The running minimum of the squared gradient beside the rate of the theorem."""
-    figure, axes = start(1, (6.5, 3.8))
-    axis = axes[0][0]
-    known = set()
-    for result in read(path)["results"]:
-        method = result["case"].partition(",")[0]
-        label = f"{result['case']}: slope {result['slope']:.2f}"
-        fewer = OPEN if method in known else {}
-        axis.loglog(result["K"], result["running_minimum"], **style(method) | fewer,
-                    markersize=4, markevery=6, label=label)  # fmt: skip
-        known.add(method)
-    steps = np.array(result["K"])
-    axis.loglog(steps, 4 * steps**-0.5, ":", color="0.4", label="slope -0.5")
-    axis.set(xlabel="steps", ylabel="smallest squared gradient norm so far")
-    axis.set_title("Gradients of CWY vanish faster than the theorem's slope of -0.5")
-    for each in (axis.xaxis, axis.yaxis):
-        plain_ticks(each)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="lower left")
-    save(figure, path)
-
-
-def flows(path: Path) -> None:
-    """The largest momentum over the learning rates, up to where no finite number is left."""
-    figure, ((axis,),) = start(1, (8.5, 4.4))
-    ends = {"isometric": "", "published": ", published flows"}
-    for kind, (form, end) in itertools.product(("SGD", "Adam"), ends.items()):
-        chosen = [
-            run for run in read(path)["blow_up"] if (run["optimizer"], run["form"]) == (kind, form)
-        ]
-        fine = [run for run in chosen if run["broke_at"] is None]
-        look = style(f"Stiefel{kind}{end}" if kind == "SGD" else f"Stiefel{kind}")
-        look |= OPEN if end else {}
-        lr, most = [run["lr"] for run in fine], [run["largest_momentum"] for run in fine]
-        axis.loglog(lr, most, label=f"Stiefel{kind}{end}", markersize=5, **look)
-        if len(fine) < len(chosen):
-            beside = {"textcoords": "offset points", "xytext": (10, -18), "color": look["color"]}
-            axis.annotate("diverges beyond", (lr[-1], most[-1]), **beside)
-    axis.set(xlabel="learning rate", ylabel="largest momentum (Frobenius norm)", ylim=(60, 2000))
-    axis.set_title("Random gradients: the isometric flows stay bounded at every learning rate")
-    axis.grid(alpha=0.3)
-    legend(figure, axis)
-    save(figure, path)
-
-
 def parametrizations(path: Path) -> None:
     """Forward and backward of an N x N matrix against N."""
     figure, axes = start(1, (8, 4.2))
@@ -602,130 +428,6 @@ def parametrizations(path: Path) -> None:
     axis.grid(alpha=0.3)
     legend(figure, axis)
     save(figure, path)
-
-
-def eigen_methods_scaling(path: Path) -> None:
-    """Milliseconds of a step against m and against n."""
-    figure, axes = start(2, (11, 4.2), sharey=True)
-    for axis, (letter, entries) in zip(
-        axes[0],
-        read(path, path.stem.removesuffix("_scaling"))["results"]["scaling"].items(),
-        strict=True,
-    ):
-        for index, (name, entry) in enumerate(entries.items()):
-            along = [n if letter == "n" else m for n, m in entry["sizes"]]
-            axis.loglog(
-                along, entry["ms"], label=name, linewidth=1.4, markersize=5, **style(name, index)
-            )
-        n, m = entry["sizes"][0]
-        axis.set(xlabel=letter, title=f"m = {m}" if letter == "n" else f"n = {n}")
-        axis.minorticks_off()
-        axis.set_xticks(along, [str(value) for value in along])
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("one step without the gradient (ms)")
-    plain_ticks(axes[0][0].yaxis)
-    legend(figure, axes[0][0])
-    save(figure, path)
-
-
-def over_rates(axis: Any, rates: list[float], methods: Mapping[str, Any], key: str) -> None:
-    """A line a method: the mean of shares, the median of all else; bands hold all seeds.
-
-    Less than `DEAD` is drawn as that.
-    """
-    for name, kept in methods.items():
-        seeds = [[math.nan if v is None else max(v, DEAD) for v in values] for values in kept[key]]
-        centre = statistics.fmean if key == "right" else statistics.median
-        look = style(name)
-        axis.plot(rates, [centre(v) for v in seeds], label=named(name), markersize=4, **look)
-        low, high = [min(v) for v in seeds], [max(v) for v in seeds]
-        axis.fill_between(rates, low, high, color=look["color"], alpha=0.15, linewidth=0)
-    axis.set_xscale("log")
-    axis.set_yscale("linear" if key in ("right", "noise over signal") else "log")
-    axis.grid(alpha=0.3)
-
-
-DEAD = 1e-40  # a singular value below it need not be told apart from zero
-
-
-def named(method: str) -> str:
-    """The method with its options, where they are not the default, in short lines."""
-    if method.endswith("StiefelAdam"):
-        return f"{method},\nradius=1.0, nesterov=False"
-    return re.sub(", (?=[^,]*, [^,]*$)", ",\n", method)
-
-
-BY_DEFAULT = "constrained, StiefelAdam by default"  # in the table alone
-ASIDE = ("LSTM", "CWY", "unconstrained, same initialisation, clipped")
-
-
-def why_panels() -> dict[str, list[tuple[str, str, str, str, str, tuple[Any, Any]]]]:
-    """By picture: title, label, task, its size, what is shown, and the limits of its axis."""
-    answers, images = "digits right (%)", "test images right (%)"
-    share, part = (-3, 103), (60, 101)
-    return {
-        "why": [
-            ("memory: a pause of 100 steps", answers, "copying", "100", "right", share),
-            ("depth: 50 layers", images, "deep", "50", "right", share),
-            ("attention: largest logit", "largest |logit|", "queries", "2", "largest logit",
-             (1, None)),
-        ],
-        "why_copying": [
-            (f"a pause of {size} steps", answers, "copying", size, "right", share)
-            for size in ("100", "300")
-        ],
-        "why_deep": [
-            ("20 layers", images, "deep", "20", "right", share),
-            ("50 layers", images, "deep", "50", "right", share),
-            ("50 layers: Jacobian, trained", "median singular value",
-             "deep", "50", "median at the end", (1e-42, 10)),
-        ],
-        "why_attention": [
-            ("accuracy", images, "queries", "2", "right", part),
-            ("largest logit", "largest |logit|", "queries", "2", "largest logit", (1, None)),
-            ("noise over signal, gradient of logits", "noise over signal", "queries", "2",
-             "noise over signal", (0, None)),
-        ],
-    }  # fmt: skip
-
-
-def why(path: Path) -> None:
-    """What the constraint changes: all three tasks in one picture, and each by itself."""
-    found = read(path, "why")
-    for name, panels in why_panels().items():
-        panels = [panel for panel in panels if panel[3] in found["values"].get(panel[2], {})]
-        figure, axes = start(len(panels), (3.3 * len(panels), 3.4 if name != "why" else 3.8))
-        lines = {}
-        for axis, (title, label, kind, size, key, limits) in zip(axes[0], panels, strict=True):
-            methods = found["values"][kind][size]
-            methods = {m: kept for m, kept in methods.items() if m != BY_DEFAULT}
-            if name == "why":  # the first picture of a reader: as few lines as make the point
-                methods = {
-                    m: kept for m, kept in methods.items() if not m.endswith((*ASIDE, "adaptive"))
-                }
-            over_rates(axis, found["setting"]["rates"], methods, key)
-            swept = "learning rate" + " of queries and keys" * (kind == "queries")
-            axis.set(xlabel=swept, ylabel=label, ylim=limits)
-            if key == "largest logit":
-                plain_ticks(axis.yaxis)
-            axis.set_title(title, fontsize=10)
-            if kind == "copying":
-                guess = {"color": "0.4", "linewidth": 1, "linestyle": ":", "label": "guessing"}
-                axis.axhline(100 / 8, **guess)
-            handles, names = axis.get_legend_handles_labels()
-            lines |= dict(zip(names, handles, strict=True))
-            if name == "why":  # its panels have different lines
-                below = {"loc": "upper left", "bbox_to_anchor": (-0.1, -0.23), "fontsize": 8}
-                axis.legend(**below)
-        if name == "why":
-            save(figure, path)
-            continue
-        most = min(2 * len(panels), 5)  # names of two rows fit side by side
-        columns = math.ceil(len(lines) / math.ceil(len(lines) / most))
-        below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
-        names = [line.replace(", same", ",\nsame") for line in lines]
-        figure.legend(lines.values(), names, **below)
-        save(figure, path.with_name(f"{name}.png"))
 
 
 def rotations(path: Path) -> None:
@@ -787,10 +489,8 @@ DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
 ) | {
     draw.__name__: draw
     for draw in (
-        pixel_digits, translation, video, vit_table, vit_long, attention,
-        eigen_methods, eigen_methods_scaling, prw,
-        prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
-        muon_transformer, manifold_muon, when_to_constrain,
+        pixel_digits, vit_table, vit_long, eigen_methods, prw, state_tracking,
+        parametrizations, rotations, when_to_constrain,
     )
 }  # fmt: skip
 

@@ -265,12 +265,6 @@ def kept_bytes(compute: Callable[[], Any], without: Iterable[torch.Tensor] = ())
     return sum(held.values()), result
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors in the state of an optimizer."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
 def orthonormality_error(matrices: torch.Tensor) -> float:
     """max |X'X - I| over float64 copies, computed here and not by any contestant."""
     gram = matrices.mT @ matrices

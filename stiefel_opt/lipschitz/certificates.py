@@ -103,11 +103,13 @@ def certified_accuracy(
 
     Returns: Shares from 0 to 1 by radius.
     Raises:
-        ValueError: for no radius or one below 0, a loader without batches, and as
-            :func:`certified_radius` and :func:`lipschitz_bound`.
-        TypeError: for batches that are no pairs of tensors, and as above.
+        ValueError: for no radius or one below 0, a loader without batches, labels of another shape
+            than ``(batch,)``, and as :func:`certified_radius` and :func:`lipschitz_bound`.
+        TypeError: for radii that are no list, batches that are no pairs of tensors, and as above.
     """
     check_module("model", model)
+    if not isinstance(radii, Sequence):
+        raise TypeError(fail("radii", "be a list of numbers", type(radii).__name__))
     if not radii:
         raise ValueError(fail("radii", "have at least one radius", radii))
     for radius in radii:
@@ -122,6 +124,9 @@ def certified_accuracy(
                 wanted, given = "yield (inputs, labels)", type(batch).__name__
                 raise TypeError(fail("loader", wanted, given, "pass pairs of tensors"))
             inputs, labels = (part.to(device) for part in batch)
+            if labels.shape != inputs.shape[:1]:
+                wanted = "yield labels of shape (batch,), the numbers of classes"
+                raise ValueError(fail("loader", wanted, labels))
             shape = tuple(inputs.shape[1:])
             if shape not in known:
                 known[shape] = _certificate(model, shape)

@@ -28,6 +28,7 @@ from stiefel_opt.lipschitz.graphs import (
     Traced,
     Walk,
     check_in_place,
+    fitting,
     fx_values,
     label,
 )
@@ -265,14 +266,13 @@ def _known_stretch(step: Step, example: Tensor, other: Tensor | Traced) -> float
 
 @_handles("add", "sub")
 def _sum_of(step: Step, first: Any, second: Any, *, alpha: float = 1.0) -> Traced:
-    bounds, some = [], None
+    bounds, some = [], first if isinstance(first, Traced) else second
+    if not isinstance(some, Traced) or not isinstance(alpha, (int, float)):
+        raise step.refused("be of tensors and constants", "a number that is not known here")
     for x, other, factor in ((first, second, 1.0), (second, first, abs(alpha))):
         stretch = _stretch(step, x, other) if isinstance(x, Traced) else 0.0
         if isinstance(x, Traced):
             bounds.append(x.bound * stretch * factor)
-            some = x
-    if some is None:
-        raise step.refused("be of tensors and constants", "a number that is not known here")
     return replace(some, bound=sum(bounds))
 
 
@@ -399,9 +399,7 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Traced:
-    del padding, ceil_mode
-    if return_indices:
-        raise step.refused("return one tensor", "return_indices=True")
+    del padding, ceil_mode, return_indices  # with indices it is another function
     bound = max_pool(kernel_size, stride, dilation, _directions(step))
     return _times(x, bound, Shape(object()))
 
@@ -474,7 +472,8 @@ def apply_function(node: fx.Node, values: dict[fx.Node, Any], walk: Walk) -> Any
         raise step.refused("act on the input", f"{step.name} of a constant")
     found = handler(step, *args, **kwargs)
     is_known = all(_has_example(value) for value in flat)
-    example = _called(node, _example(args), _example(kwargs)) if is_known else None
+    with fitting(label(node)):
+        example = _called(node, _example(args), _example(kwargs)) if is_known else None
     return replace(found, example=example)
 
 
@@ -501,10 +500,7 @@ def _without_place(step: Step, kwargs: dict[str, Any]) -> Step:
         name = name[:-1]
     if name == step.name and not kwargs.get("inplace"):
         return step
-    changed = step.node.args[0]
-    if not isinstance(changed, fx.Node):
-        raise step.refused("change a tensor", repr(changed))
-    check_in_place(step.node, changed, step.walk)
+    check_in_place(step.node, step.node.all_input_nodes[0], step.walk)
     return step._replace(name=name)
 
 

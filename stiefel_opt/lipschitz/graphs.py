@@ -151,7 +151,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse what changes a forward pass from outside: hooks, methods of a single instance."""
+    """Refuse what changes a forward pass from outside: hooks, methods of a single instance.
+
+    And weights that have no shape yet.
+    """
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(value):
+            remedy = "run one batch through the lazy module first"
+            raise ValueError(fail(name, "have a shape", "an uninitialized parameter", remedy))
     if any(getattr(nn.modules.module, f"_global{hooks}") for hooks in _HOOKS):
         raise TypeError(fail("model", "have no hooks of all modules", "some", "remove them"))
     for path, module in model.named_modules():
@@ -185,7 +192,8 @@ def graph_of(model: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
         added = {name: vars(model)[name] for name in set(vars(model)) - before}
     except Exception as error:
         given = f"a forward pass of {type_name(model)} that cannot be traced ({error})"
-        raise TypeError(fail("model", "be a graph of modules", given, ADD_A_RULE)) from error
+        remedy = f"take branches out of it, or {ADD_A_RULE}"
+        raise TypeError(fail("model", "be a graph of modules", given, remedy)) from error
     finally:
         for name in set(vars(model)) - before:
             delattr(model, name)
@@ -202,6 +210,16 @@ def named(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"`{name}`: {error}") from error
+
+
+@contextmanager
+def fitting(name: str) -> Iterator[None]:
+    """Say that a node does not take what comes of ``input_size``."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        wanted, given = "be the shape of one input, without the batch", f"one that {name} refuses"
+        raise ValueError(fail("input_size", wanted, f"{given} ({error})")) from error
 
 
 @torch.no_grad()
@@ -228,9 +246,6 @@ def checked(bound: Any, name: str) -> float:
 
 
 def check_weight(name: str, value: Tensor) -> None:
-    if is_lazy(value):
-        remedy = "run one batch through the lazy module first"
-        raise ValueError(fail(name, "have a shape", "an uninitialized parameter", remedy))
     if not is_plain(value):
         given, remedy = f"{type_name(value)} of {value.dtype}", "convert it to floating point"
         raise TypeError(fail(name, "be a plain tensor of numbers", given, remedy))

@@ -135,8 +135,16 @@ def _convolution(module: Any, size: Size) -> float:
         dilation=module.dilation,
         groups=module.groups,
         mode=module.padding_mode,
-        size=None if size is None else size[1:],
+        size=_sides(size, len(module.stride)),
     )
+
+
+def _sides(size: Size, count: int) -> Size:
+    """Return the sides of an image of channels, if its size is known."""
+    if size is not None and len(size) != count + 1:
+        wanted = f"have {count + 1} numbers here, channels and sides"
+        raise ValueError(fail("input_size", wanted, size, NEEDS_SIZE))
+    return None if size is None else size[1:]
 
 
 @_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -182,7 +190,7 @@ def _isometric(module: IsometricConv2d, size: Size) -> float:
         dilation=(1, 1),
         groups=module.groups,
         mode=module.padding_mode,
-        size=size[1:],
+        size=_sides(size, 2),
     )
     return min(bound, plain)
 
@@ -362,7 +370,7 @@ def _power_pool(module: Any) -> float:
 
 def adaptive_pool(output: tuple[int | None, ...], size: Size, *, is_mean: bool) -> float:
     """Return the bound of pooling to ``output`` sides, of windows that do not overlap."""
-    sides = None if size is None else size[-len(output) :]
+    sides = _sides(size, len(output))
     if sides is None and any(side != 1 for side in output):
         raise ValueError(fail("input_size", "be given", f"pooling to {output}", NEEDS_SIZE))
     if sides is None:

@@ -18,6 +18,7 @@ from stiefel_opt.lipschitz.graphs import (
     check_in_place,
     check_weight,
     checked,
+    fitting,
     fx_values,
     graph_of,
     is_leaf,
@@ -37,9 +38,8 @@ def walk_graph(model: nn.Module, size: Size) -> dict[str, float]:
     walk, values = Walk(model), dict[fx.Node, Any]()
     users = {node: len(node.users) for node in graph.nodes}
     live: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output":
-            return _end(walk, values, node)
+    *steps, output = graph.nodes
+    for node in steps:
         if node.op == "placeholder":
             values[node] = _placeholder(model, node, values, size)
         elif node.op == "get_attr":
@@ -58,7 +58,7 @@ def walk_graph(model: nn.Module, size: Size) -> dict[str, float]:
             if live == {node} and node.op != "placeholder":  # all paths pass here
                 _note(walk, node, value.bound)
                 values[node] = replace(value, bound=1.0)
-    raise ValueError(fail("model", "return something", "nothing"))
+    return _end(walk, values, output)
 
 
 def _note(walk: Walk, node: fx.Node, factor: float) -> None:
@@ -118,10 +118,10 @@ def _call_module(node: fx.Node, values: dict[fx.Node, Any], walk: Walk) -> Any:
     if getattr(module, "inplace", False):
         check_in_place(node, node.all_input_nodes[0], walk)
     size = None if entering.example is None else tuple(entering.example.shape[1:])
-    bound = module_bound(module, name, size)
-    example = None
+    bound, example = module_bound(module, name, size), None
     if entering.example is not None:
-        example = module(entering.example)
+        with fitting(name):
+            example = module(entering.example)
         if not isinstance(example, Tensor):
             given = type(example).__name__
             raise TypeError(fail(name, "return one tensor", given, ADD_A_RULE))

@@ -65,9 +65,10 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
     """Return the real part of <A, B>, ``(k, 1, 1)``, by one call where memory is in one order."""
     if left.stride(-1) != 1:
         left, right = left.mT, right.mT
-    is_small = is_cpu(left) and left.shape[1:].numel() < _SHORT
+    # on a CPU the product is fast for one long matrix only
+    is_slow = is_cpu(left) and (left.size(0) > 1 or left.numel() < _SHORT)
     in_order = left.is_contiguous() and right.is_contiguous()
-    if is_small or left.is_complex() or not in_order:
+    if is_slow or left.is_complex() or not in_order:
         return inner_product(left, right)
     return torch.bmm(left.flatten(1).unsqueeze(1), right.flatten(1).unsqueeze(2))
 

@@ -1,8 +1,24 @@
-"""Projection-robust Wasserstein distance, with baselines."""
+"""Projection-robust Wasserstein distance: function, estimator of scikit-learn, baselines."""
+
+import importlib
+import sys as _sys
+from typing import Any as _Any
 
 from stiefel_opt.ot.ascent import Iteration as Iteration
 from stiefel_opt.ot.baselines import RAGAS as RAGAS
 from stiefel_opt.ot.baselines import RGAS as RGAS
+from stiefel_opt.ot.discriminant import DiscriminantResult as DiscriminantResult
+from stiefel_opt.ot.discriminant import wasserstein_discriminant as wasserstein_discriminant
 from stiefel_opt.ot.exact import projected_wasserstein as projected_wasserstein
 from stiefel_opt.ot.projection import PRWResult as PRWResult
 from stiefel_opt.ot.projection import projection_robust_wasserstein as projection_robust_wasserstein
+
+_OF_THE_ESTIMATOR = ("PermutationTest", "ProjectionPath", "ProjectionRobustWasserstein")
+
+
+def __getattr__(name: str) -> _Any:
+    """Import what needs scikit-learn at its first use."""
+    if name in _OF_THE_ESTIMATOR:
+        return getattr(importlib.import_module("stiefel_opt.ot.estimator"), name)
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message, name=name, obj=_sys.modules[__name__])  # "Did you mean ...?"

@@ -42,10 +42,7 @@ class Clouds:
 
     def in_kind(self, values: Tensor) -> Any:
         """Return ``values`` as the first cloud was given: numpy or torch, its dtype."""
-        if isinstance(self.model, Tensor):
-            return values.to(self.model.dtype if self.model.is_floating_point() else torch.float64)
-        floating = np.issubdtype(self.model.dtype, np.floating)
-        return values.cpu().numpy().astype(self.model.dtype if floating else float, copy=False)
+        return written_like(self.model, values)
 
     def full_plan(self, plan: Tensor) -> Tensor:
         """Return a plan between the points with weight as one between all points."""
@@ -71,6 +68,19 @@ class Clouds:
             whole[~inside] = -reg * torch.logsumexp((potential - cost) / reg + weights.log(), 1)
             full.append(whole)
         return full[0], full[1]
+
+
+def written_like(model: Any, values: Tensor) -> Any:
+    """Return ``values`` as ``model`` was given: numpy or torch, its dtype if that is floating."""
+    if isinstance(model, Tensor):
+        return values.to(model.dtype if model.is_floating_point() else torch.float64)
+    floating = np.issubdtype(model.dtype, np.floating)
+    return values.cpu().numpy().astype(model.dtype if floating else float, copy=False)
+
+
+def read_cloud(name: str, values: Any) -> Tensor:
+    """Check and read points, ``(points, dimension)``."""
+    return _read_array(name, values, 2)
 
 
 def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:

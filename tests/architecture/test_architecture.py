@@ -95,7 +95,8 @@ def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
 
 METHODS = [
     found
-    for found in (*vars(so).values(), *map(vars(compat).get, compat.__all__))
+    for face in (so, compat)
+    for found in (getattr(face, name) for name in face.__all__)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
 ]
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
@@ -141,9 +142,10 @@ def test_a_gradient_passes_few_files(
     method: Any, files: int, changes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A steady step of one tall weight, without the hooks that torch calls around it."""
+    layer = so.constrain(torch.nn.Linear(64, 128, bias=False))
+    # after the first weight, which registers a hook of ours
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(sys.modules[Optimizer.__module__], name, OrderedDict())
-    layer = so.constrain(torch.nn.Linear(64, 128, bias=False))
     optimizer = method(layer.parameters(), lr=0.01)
     path: list[str] = []
 

@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
+RESULTS = ROOT / "benchmarks" / "results"
 BENCHOPT = ROOT / "benchmarks" / "benchopt_stiefel"  # laid out as benchopt wants it
 
 
@@ -53,3 +56,22 @@ def test_no_file_imports_one_that_lies_beside_it_by_its_bare_name() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             bare = own.intersection(names)
             assert not bare or BENCHOPT in path.parents, f"{path}:{node.lineno}: {bare}"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_what_was_run_once_names_its_program_and_a_commit(path: Path) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert ("program" in content) == ("commit" in content)
+    if "program" in content:
+        assert re.fullmatch(r"benchmarks(\.\w+)+", content["program"])
+        assert re.fullmatch(r"[0-9a-f]{7,40}", content["commit"])
+
+
+def test_pages_call_programs_that_are_here() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Makefile"]
+    for page in (page for page in pages if page.name != "CHANGELOG.md"):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            for program in re.findall(r"-m (benchmarks[.\w]+)", line):
+                path = ROOT / program.replace(".", "/")
+                here = path.with_suffix(".py").exists()
+                assert here or "git worktree add" in line, f"{page.name}: {program}"

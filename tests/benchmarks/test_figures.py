@@ -73,13 +73,9 @@ def test_a_draw_that_did_not_arrive_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "eigen_methods.png").exists()
 
 
-LONG = set(figures.DRAWN) - {"muon_transformer", "convergence"}  # seconds each
-
-
+@pytest.mark.slow  # seconds each
 @pytest.mark.usefixtures("example")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in figures.DRAWN]
-)
+@pytest.mark.parametrize("name", figures.DRAWN)
 def test_legends_cover_nothing(name: str, tmp_path: Path, drawn_figures: list[Any]) -> None:
     for file in RESULTS.glob("*.json"):
         shutil.copy(file, tmp_path)

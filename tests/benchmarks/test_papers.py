@@ -17,7 +17,7 @@ from processes import server
 
 from benchmarks.common import harness, training
 from benchmarks.common import images as image_files
-from benchmarks.papers.kong import attention, orthogonal_vit, vit_methods, vit_results
+from benchmarks.papers.kong import orthogonal_vit, vit_methods, vit_results
 
 pytestmark = pytest.mark.usefixtures("example")
 SPEED = "images_per_second"
@@ -197,22 +197,6 @@ def last_epochs(folder: Path) -> dict[str, dict[str, float]]:
         last = json.loads(path.read_text())["history"][-1]
         found[path.name] = {k: v for k, v in last.items() if k not in ("seconds", SPEED)}
     return found
-
-
-def test_the_cases_of_attention(tmp_path, capsys) -> None:
-    cases = ["no warm-up", "singular values 2", "learned factor", "bfloat16"]
-    attention.main(["--smoke", "--cases", *cases, "--output", str(tmp_path)])
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    kinds = {case: {run["method"] for run in runs if run["case"] == case} for case in cases}
-    assert kinds["no warm-up"] == kinds["bfloat16"] == set(attention.METHODS)
-    assert kinds["singular values 2"] == kinds["learned factor"] == {"StiefelAdam", "StiefelSGD"}
-    largest = {(run["case"], run["method"]): run["largest_logit"] for run in runs}
-    assert min(largest.values()) > 0
-    for method in ("StiefelAdam", "StiefelSGD"):  # queries and keys of twice the length each
-        assert largest["singular values 2", method] > 2 * largest["learned factor", method]
-    for path in tmp_path.glob("singular-values-2/runs/*.json"):
-        assert json.loads(path.read_text())["history"][-1]["orthonormality_error"] < 1e-5
-    assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("drawn")

@@ -1,4 +1,4 @@
-"""Copying, pixel-by-pixel digits and the convergence study, at small sizes."""
+"""Copying and pixel-by-pixel digits, at small sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -287,27 +286,3 @@ def test_one_pixel_a_step_in_the_same_shuffled_order_for_all_seeds() -> None:
 def test_missing_mnist_says_what_to_put_where(tmp_path) -> None:
     with pytest.raises(SystemExit, match=r"must hold mnist\.npz"):
         pixel_mnist.main(["--data", "mnist", "--data-dir", str(tmp_path)])
-
-
-# ---- convergence ----
-
-
-def test_the_slope_of_a_power_is_its_exponent() -> None:
-    convergence = importlib.import_module("benchmarks.papers.likhosherstov.convergence")
-    count = np.arange(1.0, 20_001.0)
-    norms = np.stack([count**-0.5, 3 * count**-0.5], axis=1)
-    assert convergence.slope(norms) == pytest.approx(-0.5, abs=1e-12)
-    norms[5000:] = 1.0  # the minimum stays where it was
-    assert convergence.running_minimum(norms)[-1] == pytest.approx(2 * 5000**-0.5)
-
-
-def test_convergence_smoke(tmp_path) -> None:
-    convergence = importlib.import_module("benchmarks.papers.likhosherstov.convergence")
-    convergence.main(["--smoke", "--output", str(tmp_path / "convergence.json")])
-    content = json.loads((tmp_path / "convergence.json").read_text())
-    assert len(content["results"]) == len(convergence.CASES)
-    for result in content["results"]:
-        assert result["running_minimum"] == sorted(result["running_minimum"], reverse=True)
-        assert result["running_minimum"][-1] < 0.5 * result["running_minimum"][0]
-        assert result["orthonormality_error"] < 1e-13
-    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")

@@ -305,6 +305,8 @@ GRAPHS: list[tuple[Any, Any]] = [
     (lambda m, x: m.first(x + m.first(x)), lambda a, b: a * (1 + a)),
     (lambda m, x: m.first(x) + m.shift, lambda a, b: a),
     (lambda m, x: functional.hardtanh(functional.celu(x)) + 1, lambda a, b: 1.0),
+    (lambda m, x: functional.prelu(x, 2.0 * m.shift[:1].clamp(1, 1)).clone(), lambda a, b: 2.0),
+    (lambda m, x: x.unflatten(0, (x.shape[0] + 0, 1)).flatten(x.dim() - 1), lambda a, b: 1.0),
     (in_place, lambda a, b: 2 * (1 + a)),
     (lambda m, x: m.shift * 2, lambda a, b: 0.0),
 ]

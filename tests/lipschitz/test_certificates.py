@@ -188,6 +188,13 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: so.certified_accuracy(nn.ReLU(), [], [0.1]), ValueError, "`loader` must have batch"),
     (lambda: so.certified_accuracy(nn.ReLU(), [TWO], [0.1]), TypeError, "`loader` must yield"),
     (lambda: so.certified_accuracy(nn.ReLU(), [(1, 2)], [0.1]), TypeError, "`loader` must yield"),
+    (
+        lambda: so.certified_accuracy(nn.Linear(3, 2), [(TWO, TWO[:, :1])], [0]),
+        ValueError,
+        "labels of",
+    ),
+    (lambda: so.certified_accuracy(nn.ReLU(), [], 0.1), TypeError, "`radii` must be a list of num"),  # type: ignore[arg-type]
+    (lambda: so.certified_accuracy(nn.ReLU(), [], TWO), TypeError, "`radii` must be a list of num"),  # type: ignore[arg-type]
     (lambda: so.certified_accuracy(nn.ReLU(), [], []), ValueError, "`radii` must have at least"),
     (lambda: so.certified_accuracy(nn.ReLU(), [], [-1]), ValueError, "`radii` must be in"),
     (lambda: so.certified_accuracy(None, [], [1]), TypeError, "`model` must be a torch.nn.Mod"),  # type: ignore[arg-type]

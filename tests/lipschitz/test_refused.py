@@ -105,7 +105,11 @@ MODULES: list[tuple[Any, type[Exception], str]] = [
     (lambda: bad_weight(float("inf")), ValueError, r"`1.weight` must be finite"),
     (lambda: bad_weight(2e38).double(), ValueError, None),  # finite in float64: no error
     (half_integer, TypeError, r"`0.weight` must be a plain tensor of numbers"),
-    (lambda: nn.Sequential(nn.LazyLinear(4)), (TypeError, ValueError), "must have"),
+    (
+        lambda: nn.Sequential(nn.LazyLinear(4)),
+        ValueError,
+        "`0.weight` must have a shape.*one batch",
+    ),
     (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), ValueError, "must have values"),
     (lambda: nn.MaxPool2d(2, return_indices=True), ValueError, "`return_indices` must be False"),
     (lambda: nn.AdaptiveMaxPool2d(2, return_indices=True), ValueError, "`return_indices`"),
@@ -116,7 +120,7 @@ MODULES: list[tuple[Any, type[Exception], str]] = [
     (lambda: Given(float("nan")), ValueError, "`Given` must have a finite Lipschitz constant"),
     (lambda: Given(-1.0), ValueError, "`Given` must have a finite Lipschitz constant"),
     (TwoInputs, TypeError, "`model` must take one tensor, got y"),
-    (Branching, TypeError, "`model` must be a graph of modules.*cannot be traced"),
+    (Branching, TypeError, "`model` must be a graph of modules.*be traced.*take branches out"),
 ]
 
 
@@ -184,6 +188,10 @@ FUNCTIONS: list[tuple[Any, type[Exception], str]] = [
     (lambda m, x: functional.linear(m.shift, x), TypeError, "`linear` must act on the input"),
     (lambda m, x: functional.linear(x, m.layer.weight, x), TypeError, "constant weight, a matrix"),
     (lambda m, x: functional.conv1d(x, x), TypeError, "`conv1d` must have a constant weight"),
+    (lambda m, x: functional.conv1d(x, m.shift.view(4, 1, 1), x), TypeError, "got something else"),
+    (lambda m, x: functional.max_pool1d(x, 2, return_indices=True), TypeError, f"indices` {KNOWN}"),
+    (lambda m, x: x + m.shift * x.shape[0], TypeError, "numbers that depend on shapes"),
+    (lambda m, x: torch.add(x, x, alpha=x.shape[0]), TypeError, "`add` must be of tensors and con"),
     (lambda m, x: x[[0, 1]], TypeError, "`getitem` must be taken by integers and slices"),
     (lambda m, x: x.view(torch.int32), TypeError, "`view` must move entries by numbers"),
     (lambda m, x: x.sum(), ValueError, "`sum_1` must be over a known number of entries"),
@@ -250,9 +258,28 @@ def test_the_dimension_of_the_batch_is_not_broadcast(function):
         so.lipschitz_bound(Function(function), (4,))
 
 
+class Pair(Given):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def test_a_module_with_a_rule_that_returns_no_tensor():
+    with pytest.raises(TypeError, match="`0` must return one tensor, got tuple"):
+        so.lipschitz_bound(nn.Sequential(Pair(1.0)), (4,))
+
+
 def test_a_sum_over_the_batch():
     with pytest.raises(ValueError, match="a sum over the batch has no bound"):
         so.lipschitz_bound(Function(lambda m, x: x.sum(0)), (4,))
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.pixel_unshuffle(self.layer(x), 2)
 
 
 ARGUMENTS: list[tuple[Any, type[Exception], str]] = [
@@ -261,6 +288,15 @@ ARGUMENTS: list[tuple[Any, type[Exception], str]] = [
     (lambda: so.lipschitz_bound(nn.ReLU(), (3, -1)), ValueError, "`input_size` must be a positive"),
     (lambda: so.lipschitz_rule(3), TypeError, "`kind` must be a subclass of torch.nn.Module"),  # type: ignore[arg-type]
     (lambda: so.lipschitz_rule(TwoInputs)(1.0), TypeError, "`rule` must be a function"),  # type: ignore[type-var]
+    *(
+        (lambda size=size: so.lipschitz_bound(Images(), size), ValueError, f"`input_size` .*{text}")
+        for size, text in (
+            ((2, 3, 6, 6), "must have 3 numbers here, channels and sides"),
+            ((6, 6), "must have 3 numbers"),
+            ((4, 6, 6), "must be the shape of one input, without the batch, got.*layer refuses"),
+            ((3, 5, 5), "must be the shape of one input, without the batch, got.*unshuffle refus"),
+        )
+    ),
     (
         lambda: so.lipschitz_bound(nn.AdaptiveAvgPool2d(4), (3, 6, 6)),
         ValueError,

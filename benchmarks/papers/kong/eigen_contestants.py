@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 
 import stiefel_opt as so
 from benchmarks.common.harness import PRINTED
-from benchmarks.papers.kong.eigen_loops import PolarLoop, PublishedLoop, WenYinLoop
+from benchmarks.papers.kong.eigen_loops import PublishedLoop, WenYinLoop
 from benchmarks.papers.kong.eigen_problem import (
     Limit,
     Options,
@@ -74,14 +73,6 @@ def geoopt_method(rule: Callable[..., torch.optim.Optimizer]) -> Callable[..., R
     return partial(optimize, tag=tag, build=rule)
 
 
-def vanishing_friction(optimizer: torch.optim.Optimizer, options: Options, iteration: int) -> None:
-    """Friction 3/t: mu = exp(-3/k) at the k-th iteration, for the same step in time as at mu."""
-    squared_step = options["lr"] * -math.log(options["momentum"]) / (1 - options["momentum"])
-    momentum = math.exp(-3 / iteration)
-    optimizer.param_groups[0]["momentum"] = momentum
-    optimizer.param_groups[0]["lr"] = squared_step * iteration * (1 - momentum) / 3
-
-
 PUBLISHED_FAMILY, PUBLISHED_RATE = ({"momentum": 0.9},), (0.1,)
 STIEFEL_SGD = Method("StiefelSGD", ours(so.StiefelSGD))
 MOMENTUMLESS = Method("RGD-C-C (ours)", ours(so.ProjectedRGD), NOTHING)
@@ -134,45 +125,7 @@ TABLE_5 = (
     Method("algorithm 2", ours(so.PublishedAdam), NOTHING, (1e-3,), elementwise=True),
 )  # fmt: skip
 
-# Figure 4: metrics and maps at the published rate; PublishedLoop has a phi_2 of its own.
-VARIANTS = tuple(
-    Method(name, run, PUBLISHED_FAMILY, PUBLISHED_RATE)
-    for name, run in (
-        (STIEFEL_SGD.name, ours(so.StiefelSGD)),
-        ("metric euclidean", ours(so.StiefelSGD, metric="euclidean")),
-        ("metric a = -1", ours(so.StiefelSGD, metric=-1.0)),
-        ("projected", ours(so.StiefelSGD, transport="projected")),
-        ("friction 3/t", partial(ours(so.StiefelSGD), before=vanishing_friction)),
-        ("published, euler", ours(so.PublishedSGD)),
-        ("published, euclidean", ours(so.PublishedSGD, metric="euclidean")),
-        ("published, cayley", ours(so.PublishedSGD, rotation="cayley")),
-        ("published, expm", ours(so.PublishedSGD, rotation="expm")),
-        ("published, phi_2 cayley", loop(PublishedLoop, rotation="cayley", coupling="cayley")),
-        ("published, phi_2 expm", loop(PublishedLoop, rotation="expm", coupling="expm")),
-    )
-)
-
-# Figure 6: the polar retraction inside Cayley SGD, "no extra handling for momentum". What is made
-# tangent in its place is not said, so there is a row for each reading. With the momentum made
-# tangent it is ProjectedRGD in the Euclidean metric: the orthogonal projection of mu M - G.
-PROJECTED = {"metric": "euclidean"}
-RETRACTIONS = tuple(
-    Method(name, run, PUBLISHED_FAMILY)
-    for name, run in (
-        (STIEFEL_SGD.name, ours(so.StiefelSGD)),
-        ("CayleySGD", ours(so.CayleySGD)),
-        ("CayleySGD, exact", ours(so.CayleySGD, exact=True)),
-        ("QR, momentum projected", ours(so.ProjectedRGD, retraction="qr", **PROJECTED)),
-        ("polar, momentum projected", ours(so.ProjectedRGD, retraction="polar", **PROJECTED)),
-        ("polar, gradient projected", loop(PolarLoop, tangent="gradient")),
-        ("polar, direction projected", loop(PolarLoop, tangent="direction")),
-        ("polar, nothing projected", loop(PolarLoop, tangent="nothing")),
-    )
-)
-
 GROUPS = {
     "methods": METHODS,
     "published": TABLE_5,
-    "variants": VARIANTS,
-    "retractions": RETRACTIONS,
 }

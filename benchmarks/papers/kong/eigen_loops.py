@@ -1,15 +1,12 @@
 """Textbook loops that have what the optimizers of the package leave out on purpose.
 
 Inner iterations that stop early with their error left in X (figure 5 of Kong, Wang & Tao, 2023),
-phi_2 by the matrix exponential and by the Cayley map (their appendix M.2), and a momentum that is
-left where it was when X moves on (their figure 6); the step of Wen & Yin (2013) as its authors
-write it. One tall matrix a parameter; the sign is that of `stiefel_opt.methods.published`, but
-for ``printed``.
+and the step of Wen & Yin (2013) as its authors write it. One tall matrix a parameter; the sign is
+that of `stiefel_opt.methods.published`, but for ``printed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,18 +28,6 @@ def inverse_root(matrix: Tensor, iterations: int) -> Tensor:
     return inverse / scale.sqrt()
 
 
-def cayley(step: Tensor) -> Tensor:
-    identity = identity_like(step)
-    return torch.linalg.solve(identity - step / 2, identity + step / 2)
-
-
-MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "euler": lambda step: identity_like(step) + step,
-    "cayley": cayley,
-    "expm": torch.linalg.matrix_exp,
-}
-
-
 class Loop(torch.optim.Optimizer):
     """One parameter after the other; ``move`` returns the new point."""
 
@@ -58,8 +43,7 @@ class Loop(torch.optim.Optimizer):
 
 
 class PublishedLoop(Loop):
-    """Algorithm 1 of Kong et al. with a choice of the metric a, of phi_1, phi_2 and of how many
-    iterations the inverse root gets.
+    """Algorithm 1 of Kong et al., SGD with momentum, the inverse root by ``iterations`` of Newton.
 
     ``printed``: line 3 with the sign, line 4 with the Z that Algorithm 1 prints.
     """
@@ -69,50 +53,34 @@ class PublishedLoop(Loop):
         params: list[Tensor],
         lr: float,
         momentum: float = 0.9,
-        a: float = 0.5,
-        rotation: str = "euler",
-        coupling: str = "euler",
         iterations: int = 100,
         printed: bool = False,
     ) -> None:
-        choice = {"a": a, "rotation": rotation, "coupling": coupling, "iterations": iterations}
-        super().__init__(params, {"lr": lr, "momentum": momentum, "printed": printed, **choice})
+        choice = {"iterations": iterations, "printed": printed}
+        super().__init__(params, {"lr": lr, "momentum": momentum, **choice})
 
     def move(self, X: Tensor, G: Tensor, state: dict[Any, Any], group: dict[str, Any]) -> Tensor:
-        lr, momentum, a = group["lr"], group["momentum"], group["a"]
+        lr, momentum = group["lr"], group["momentum"]
         inner = X.T @ G
         U = state.get("U", torch.zeros_like(X))
         Z = state.get("Z", torch.zeros_like(inner))
-        turn = (3 * a - 2) / 2 * lr * (-Z if group["printed"] else Z)
+        turn = -lr / 4 * (-Z if group["printed"] else Z)
         before = Z
-        if group["coupling"] == "euler":
-            U = momentum * U + U @ turn
-        else:
-            U = momentum * U @ MAPS[group["coupling"]](turn)
-        U = U - (G - X @ inner)
-        Z = momentum * Z - (inner - inner.T) / (2 * (1 - a))
-        moved = X @ MAPS[group["rotation"]](lr * (before if group["printed"] else Z))
+        U = momentum * U + U @ turn - (G - X @ inner)
+        Z = momentum * Z - (inner - inner.T)
+        moved = X + lr * X @ (before if group["printed"] else Z)
         ahead = moved + lr * U @ (moved.T @ moved)
         state["U"], state["Z"] = U - lr * moved @ (U.T @ U), Z
         return ahead @ inverse_root(ahead.T @ ahead, group["iterations"])
 
 
 class CayleyLoop(Loop):
-    """Cayley SGD of Li et al. (2020) with ``iterations`` of the fixed point and nothing mended.
-
-    ``every``: X is replaced by its QR factor after so many steps; 0: never.
-    """
+    """Cayley SGD of Li et al. (2020) with ``iterations`` of the fixed point and nothing mended."""
 
     def __init__(
-        self,
-        params: list[Tensor],
-        lr: float,
-        momentum: float = 0.9,
-        iterations: int = 5,
-        every: int = 0,
+        self, params: list[Tensor], lr: float, momentum: float = 0.9, iterations: int = 5
     ) -> None:
-        choice = {"iterations": iterations, "every": every}
-        super().__init__(params, {"lr": lr, "momentum": momentum, **choice})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "iterations": iterations})
 
     def move(self, X: Tensor, G: Tensor, state: dict[Any, Any], group: dict[str, Any]) -> Tensor:
         M = group["momentum"] * state.get("M", torch.zeros_like(X)) - G
@@ -128,10 +96,6 @@ class CayleyLoop(Loop):
         Y = X + step * velocity
         for _ in range(group["iterations"]):
             Y = X + step / 2 * turn(X + Y)
-        state["number"] = state.get("number", 0) + 1
-        if group["every"] and state["number"] % group["every"] == 0:
-            factor = torch.linalg.qr(Y)
-            Y = factor.Q * factor.R.diagonal().sign()
         return Y
 
 
@@ -146,28 +110,3 @@ class WenYinLoop(Loop):
         small = group["lr"] / 2 * (right.T @ left)
         system = small + identity_like(small)
         return X - group["lr"] * (left @ torch.linalg.solve(system, right.T @ X))
-
-
-class PolarLoop(Loop):
-    """Heavy ball with the polar factor as retraction; the momentum M stays as X moves on.
-
-    ``tangent``: what is projected onto the tangent space of X. "gradient": M collects projected
-    gradients; "direction": M collects plain ones, the step is along its projection; "nothing".
-    """
-
-    def __init__(
-        self, params: list[Tensor], lr: float, momentum: float = 0.9, tangent: str = "direction"
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "tangent": tangent})
-
-    def move(self, X: Tensor, G: Tensor, state: dict[Any, Any], group: dict[str, Any]) -> Tensor:
-        def projected(matrix: Tensor) -> Tensor:
-            inner = X.T @ matrix
-            return matrix - X @ (inner + inner.T) / 2
-
-        if group["tangent"] == "gradient":
-            G = projected(G)
-        M = state["M"] = group["momentum"] * state.get("M", torch.zeros_like(X)) - G
-        step = projected(M) if group["tangent"] == "direction" else M
-        left, _, right = torch.linalg.svd(X + group["lr"] * step, full_matrices=False)
-        return left @ right

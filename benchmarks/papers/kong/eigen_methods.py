@@ -1,8 +1,8 @@
 """Leading eigenvalues: which method reaches the exact sum first, and at what price?
 
-Maximise tr(X'AX) over St(n, m), A = (Xi + Xi')/2/sqrt(n) with Gaussian Xi, in float64: figures 3 to
-6 of Kong, Wang & Tao (ICLR 2023). The maximum is the sum of the m largest eigenvalues. A method has
-arrived when its relative gap is 1e-8 with |X'X - I| below that too.
+Maximise tr(X'AX) over St(n, m), A = (Xi + Xi')/2/sqrt(n) with Gaussian Xi, in float64: figure 3
+and table 5 of Kong, Wang & Tao (ICLR 2023). The maximum is the sum of the m largest eigenvalues. A
+method has arrived when its relative gap is 1e-8 with |X'X - I| below that too.
 
 Everybody is tuned on the same grid of learning rates and momenta, plain and Nesterov's: all
 settings run on the first draw, the best four within `CLOSE` of the fewest iterations on all draws,
@@ -13,12 +13,9 @@ Groups of methods:
 
     published    the published algorithms at the published rates, ours beside them        (table 5)
     methods      every optimizer here, geoopt, pogo-torch, pymanopt, lobpcg and eigsh  (figure 3)
-    variants     metrics, transports, maps, published flows (figure 4), friction 3/t (appendix F)
-    weighted     the same on tr(X'AXN), N = diag(1/m ... 1), where the metrics differ
-    retractions  Cayley SGD with other retractions, its momentum made tangent or not   (figure 6)
-    inner        iterations of the Cayley map and of the inverse root, QR now and then (figure 5)
-    scaling      milliseconds of a step against m and against n, with fitted exponents, and over
-                 those of Wen & Yin (figure 3)
+
+The file also holds the groups "variants", "weighted", "retractions", "inner" and "scaling" of the
+program at its ``commit``.
 
     export OMP_NUM_THREADS=1
     python -m benchmarks.papers.kong.eigen_methods  # some hours; resumes by group
@@ -56,14 +53,6 @@ try:
         STIEFEL_SGD,
         Method,
     )
-    from benchmarks.papers.kong.eigen_costs import (
-        beside,
-        beside_table,
-        inner_iterations,
-        inner_table,
-        scaling,
-        scaling_table,
-    )
     from benchmarks.papers.kong.eigen_problem import (
         TARGET,
         Limit,
@@ -76,20 +65,12 @@ except ImportError as error:
     raise SystemExit(f"{error}; run: pip install geoopt pogo-torch tqdm") from error
 
 SIZES = ((1000, 10), (2000, 50))
-VARIANT_SIZE = (300, 5)
-INNER_SIZE = (100, 10)
-SMALL = ("variants", "weighted", "retractions")  # the first two at learning rate 0.1, momentum 0.9
-ONCE = (*SMALL, "published", "inner", "scaling")  # not for every size
 REPEATS = 3  # the fastest counts
 CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
 MOST = Limit(3000)
 COUNTED = Limit(6000)  # where only products count
 
-PICTURES = {
-    "methods": ("", figures.eigen_methods),
-    "scaling": ("_scaling", figures.eigen_methods_scaling),
-}
 Draw = tuple[Problem, Problem]  # as it is, and in the basis of the eigenvectors
 
 
@@ -228,7 +209,7 @@ def solve_group(
 ) -> None:
     """Tune unless that has been done, run, and write table, record and plot."""
     label = f"{n} x {m}, {group}"
-    methods = GROUPS["variants" if group == "weighted" else group]
+    methods = GROUPS[group]
     tuned = content["tuned"].setdefault(label, {})
     for method in tqdm(methods, desc=f"{label}: settings"):
         small = content["tuned"].get(f"{SIZES[0][0]} x {SIZES[0][1]}, {group}", {})
@@ -242,8 +223,7 @@ def solve_group(
     if group == "published":
         runs = count(methods, settings, draws)
     else:
-        limit = COUNTED if group == "variants" else MOST
-        runs = compete(methods, settings, draws, label, limit)
+        runs = compete(methods, settings, draws, label, MOST)
     text = table(methods, settings, runs)
     print(f"\n{label}\n{text}\n", flush=True)
     content["tables"][label] = text
@@ -257,43 +237,13 @@ def size(text: str) -> tuple[int, int]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = (*GROUPS, "weighted", "inner", "scaling")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    other = f"n,m ...; by default of {', '.join(SMALL)} {VARIANT_SIZE}, of inner {INNER_SIZE}"
-    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help=other)
-    parser.add_argument("--groups", nargs="+", choices=names, default=names)
+    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="n,m ...")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--again", action="store_true", help="also what has been done")
     parser.add_argument("--output", type=Path, default=RESULTS / "eigen_methods.json")
     return parser.parse_args(argv)
-
-
-def run_group(
-    group: str, rows: int, columns: int, content: dict[str, Any], arguments: argparse.Namespace
-) -> None:
-    """Measure one group at one size, and draw it where it has a picture."""
-    path, numbers = arguments.output, range(arguments.draws)
-    label = group if group == "scaling" else f"{rows} x {columns}, {group}"
-    content["machine"] = machine()
-    if group == "scaling":
-        found = content["results"][label] = scaling()
-        content["tables"][label] = scaling_table(found)
-        ratios = content["results"]["beside Wen & Yin"] = beside()
-        content["tables"]["beside Wen & Yin"] = beside_table(ratios)
-        print(f"\n{content['tables'][label]}\n\n{beside_table(ratios)}\n", flush=True)
-    elif group == "inner":
-        problems = [draw_problem(rows, columns, number)[0] for number in numbers]
-        found = content["results"][label] = inner_iterations(problems)
-        content["tables"][label] = inner_table(found)
-        print(f"\n{label}\n{content['tables'][label]}\n", flush=True)
-    else:
-        weighted = group == "weighted"
-        draws = [draw_problem(rows, columns, number, weighted=weighted) for number in numbers]
-        solve_group(group, rows, columns, draws, content, path)
-    write_json(path, content)
-    if group in PICTURES:
-        end, draw = PICTURES[group]
-        draw(path.with_name(f"{path.stem}{end}.png"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -310,13 +260,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "momenta": MOMENTA, "betas_2": [0.999, 0.99], "limit": MOST.iterations,
         "counted": COUNTED.iterations,
     }  # fmt: skip
-    own = dict.fromkeys(SMALL, VARIANT_SIZE) | {"inner": INNER_SIZE}
-    for chosen, group in itertools.product(arguments.sizes, arguments.groups):
-        rows, columns = own.get(group, chosen) if arguments.sizes is SIZES else chosen
-        label = group if group == "scaling" else f"{rows} x {columns}, {group}"
-        again = group in ONCE and chosen != arguments.sizes[0]
-        if not again and (label not in content["results"] or arguments.again):
-            run_group(group, rows, columns, content, arguments)
+    for (rows, columns), group in itertools.product(arguments.sizes, arguments.groups):
+        again = group == "published" and (rows, columns) != arguments.sizes[0]
+        if not again and (
+            f"{rows} x {columns}, {group}" not in content["results"] or arguments.again
+        ):
+            draws = [draw_problem(rows, columns, number) for number in range(arguments.draws)]
+            content["machine"] = machine()
+            solve_group(group, rows, columns, draws, content, path)
+            write_json(path, content)
+            if group == "methods":
+                figures.eigen_methods(path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -29,26 +29,21 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """Maximise tr(X'AXN): the exact maximum, and the start that all methods share.
+    """Maximise tr(X'AX): the exact maximum, and the start that all methods share.
 
     ``matrix`` is A; or its eigenvalues as a column, for the same problem in the basis of its
-    eigenvectors. ``weights`` is the diagonal of N, None for the identity.
+    eigenvectors.
     """
 
     matrix: Tensor
     maximum: float
     start: Tensor
-    weights: Tensor | None = None
 
     def image(self, point: Tensor) -> Tensor:
         """AX."""
         if self.matrix.size(1) == 1:
             return self.matrix * point
         return self.matrix @ point
-
-    def weighted(self, image: Tensor) -> Tensor:
-        """AXN."""
-        return image if self.weights is None else image * self.weights
 
     def gap(self, value: float) -> float:
         return (self.maximum - value) / abs(self.maximum)
@@ -91,25 +86,17 @@ class Limit:
     target: float = TARGET
 
 
-def draw_problem(n: int, m: int, number: int, *, weighted: bool = False) -> tuple[Problem, Problem]:
+def draw_problem(n: int, m: int, number: int) -> tuple[Problem, Problem]:
     """A = (Xi + Xi')/2/sqrt(n), and the same problem in the basis of its eigenvectors."""
     generator = torch.Generator().manual_seed(1000 * m + number)
     gaussian = torch.randn(n, n, generator=generator, dtype=torch.float64)
     matrix = (gaussian + gaussian.T) / (2 * math.sqrt(n))
     start = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64)).Q
     values, vectors = torch.linalg.eigh(matrix)
-    weights = torch.linspace(1 / m, 1, m, dtype=torch.float64) if weighted else None
-    leading = values[-m:] if weights is None else values[-m:] * weights
-    maximum = float(leading.sum())
+    maximum = float(values[-m:].sum())
     turned = torch.linalg.qr(vectors.T @ start)  # orthonormal to rounding again
     turned_start = turned.Q * turned.R.diagonal().sign()
-    return (
-        Problem(matrix, maximum, start, weights),
-        Problem(values[:, None], maximum, turned_start, weights),
-    )
-
-
-Before = Callable[[torch.optim.Optimizer, Options, int], None]
+    return Problem(matrix, maximum, start), Problem(values[:, None], maximum, turned_start)
 
 
 def optimize(
@@ -120,24 +107,21 @@ def optimize(
     tag: Callable[[Tensor], Tensor],
     build: Callable[..., torch.optim.Optimizer],
     wide: bool = False,
-    before: Before | None = None,
 ) -> Run:
-    """Minimise -tr(X'AXN) with one parameter; value and next gradient share the product AX."""
+    """Minimise -tr(X'AX) with one parameter; value and next gradient share the product AX."""
     start = problem.start.clone()
     parameter = tag(start.mT.unsqueeze(0).contiguous() if wide else start)
     optimizer = build([parameter], **options)
     run, spent = Run(), 0.0
     point = problem.start
     began = clock()
-    image = problem.weighted(problem.image(point))
+    image = problem.image(point)
     while run.products < limit.iterations:
         grad = -2 * image
         parameter.grad = grad.mT.unsqueeze(0) if wide else grad
-        if before is not None:
-            before(optimizer, options, run.products + 1)
         optimizer.step()
         point = parameter.detach()[0].mT if wide else parameter.detach()
-        image = problem.weighted(problem.image(point))
+        image = problem.image(point)
         value = float((point * image).sum())
         spent += clock() - began
         gap = problem.gap(value)

@@ -13,7 +13,7 @@ published learning rate by factors of four, then by factors of two around the be
 neighbours are worse, up to 1024 times the published one.
 
 The reference of a pair is the best objective that any solver reached from any initialisation, here
-or in `prw`. Gaps are (reference - objective) / reference of the entropic objective under a
+or in `prw.json`. Gaps are (reference - objective) / reference of the entropic objective under a
 converged plan. The standard error is that of the mean over the initialisations.
 """
 
