@@ -450,8 +450,13 @@ class Recorder:
         return graph.replay
 
 
-# Recorders by type of device: work on any other cannot be captured.
+# By type of device.
 RECORDERS: Final[dict[str, type[Recorder]]] = {"cuda": Recorder}
+
+
+def recorder_for(tensor: Tensor) -> type[Recorder] | None:
+    """Return what captures work on the device of a tensor; None where nothing does."""
+    return RECORDERS.get(tensor.device.type)
 
 
 # ---- precision ---------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from stiefel_opt.numerics.device import exact_products, is_compiling, readable
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.capture import Capture
+from stiefel_opt.optim.capture import Capture, captures_of, check_wanted, how_stepped
 from stiefel_opt.optim.commit import Correction, Rule, ScaleRule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
@@ -65,6 +65,12 @@ def _require_finite(lr: Any) -> None:
         checks.refuse_lr(lr)
 
 
+def _limited(lr: float | Tensor) -> float | Tensor:
+    """Return a number where it can be read, and not too large a one."""
+    value = readable(lr) if isinstance(lr, Tensor) else lr
+    return lr if value is None else min(float(value), _LARGEST_LR)
+
+
 class GroupIndex:
     """Which parameters of a group are plain, and which are constrained and have state.
 
@@ -75,6 +81,8 @@ class GroupIndex:
     def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = tags_of(self._params)
+        self.weight_groups: list[WeightGroup] = []
+        self.captures: list[Capture | None] = []
         self._stiefel = group["stiefel"]
         note_whole(self._params, self._stiefel is False)
         self._bind(optimizer, group)
@@ -83,8 +91,6 @@ class GroupIndex:
         checks.check_learned_scale(group, optimizer)
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
-        self.weight_groups: list[WeightGroup] = []
-        self.captures: list[Capture] = []
 
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
         optimizer.check_options(group)
@@ -94,6 +100,13 @@ class GroupIndex:
         self.declared = optimizer.declared_for(group)
         self.rule, self.scale_rule = optimizer.rule_for(group), optimizer.scale_rule_for(group)
         self.correction = optimizer.correction_for(group)
+        self._allow_captures(optimizer, group)
+
+    def _allow_captures(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        check_wanted(self.weight_groups, group)
+        for capture in self.captures:
+            if capture is not None:
+                capture.allow(group, is_capturable=optimizer.capturable)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
         """Say whether parameters, tags and state are as they were; bind options that are new."""
@@ -155,7 +168,8 @@ class GroupIndex:
             WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
             for each in weights.values()
         ]
-        self.captures = [Capture(each, optimizer._shared) for each in self.weight_groups]
+        self.captures = captures_of(self.weight_groups, optimizer.records.of_graphs)
+        self._allow_captures(optimizer, group)
         self.waiting = sorted(waiting)
         checks.warn_of_restarts(restarted, optimizer.param_groups)
 
@@ -258,7 +272,6 @@ class StiefelOptimizer(Optimizer, ABC):
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__
         self._indices: list[GroupIndex | None] = []
-        self._shared: dict[Any, Any] = {}  # what captured steps have in common
         checks.check_params(params)
         defaults = {"nonfinite": "skip", "stiefel": None, "cuda_graph": None, **defaults}
         self._handle, self.records = remember(self), Records()
@@ -272,8 +285,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
-        checks.check_common_options(group)
-        checks.check_cuda_graph(group, type(self).__name__, is_capturable=self.capturable)
+        checks.check_common_options(group, self)
 
     def resolved(self, group: Group) -> Group:
         """Return a group in which options that are None have the value they stand for."""
@@ -483,8 +495,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Look at the gradients of a group before anything changes; return the plain parameters."""
         _require_finite(group["lr"])
         index = self._init(place, group)
-        for weights, capture in zip(index.weight_groups, index.captures, strict=True):
-            capture.prepare(group, self)
+        for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
             if not weights.check_gradients(grads, self.param_groups):
                 self._renew(place, group)
@@ -519,8 +530,7 @@ class StiefelOptimizer(Optimizer, ABC):
         for group, own in released:
             self._step_plain(group, own, [grads[p] for p in own], [self.state[p] for p in own])
         known = [group["lr"] for group in self.param_groups]
-        rates = [next(tensors) if isinstance(lr, Tensor) else lr for lr in known]
-        self._move_constrained(rates, in_graph=True)
+        self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
@@ -544,19 +554,18 @@ class StiefelOptimizer(Optimizer, ABC):
         for parameter in [p for p in parameters if not (self.state[p] or is_compiling())]:
             del self.state[parameter]
 
-    def _move_constrained(self, lrs: Sequence[float | Tensor], *, in_graph: bool = False) -> None:
+    def _move_constrained(self, lrs: Sequence[float | Tensor]) -> None:
         """Move the constrained parameters of every group; last, warn or raise for missed steps."""
         missed: dict[bool, list[Tensor]] = {False: [], True: []}
         for group, index, lr in zip(self.param_groups, self._indices, lrs, strict=True):
             if index is None:
                 continue
-            value = readable(lr) if isinstance(lr, Tensor) else lr
-            lr = lr if value is None else min(float(value), _LARGEST_LR)
+            lr = _limited(lr)
             rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
             options = StepOptions(*rules, lr, group["nonfinite"], index.scale_rule)
             for weights, capture in zip(index.weight_groups, index.captures, strict=True):
                 with exact_products(weights.steps):
-                    turning = weights.step(options) if in_graph else capture.step(options)
+                    turning = (capture or weights).step(options)
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
                 if turning:
@@ -617,7 +626,7 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._indices, self._shared = [None] * len(self.param_groups), {}
+        self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle, self.records = remember(self), Records()
             self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
@@ -650,14 +659,7 @@ class StiefelOptimizer(Optimizer, ABC):
         angles = [weights.angles() for weights in self.all_constrained()]
         return dict(itertools.chain(*map(dict.items, angles)))
 
-    def how_stepped(self) -> str:
-        """Return how the last step of the constrained parameters on accelerators was taken.
-
-        "captured, 2 CUDA graphs", or "eager" and why; several texts for several groups. Empty on a
-        CPU.
-        """
-        captures = [each for index in self._indices if index for each in index.captures]
-        return "; ".join(dict.fromkeys(str(each) for each in captures if not each.is_on_cpu))
+    how_stepped = how_stepped
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -701,6 +703,5 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        text = checks.described(type(self).__name__, self.param_groups, self.resolved)
-        how = self.how_stepped()
-        return f"{text}\nLast step: {how}." if how else text
+        name, last = type(self).__name__, self.how_stepped()
+        return checks.described(name, self.param_groups, self.resolved, last)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, users_level
-from stiefel_opt.numerics.device import RECORDERS, Planned, Recorder, reader_for
+from stiefel_opt.numerics.device import Lagged, Planned, Recorder, reader_for, recorder_for
 from stiefel_opt.optim.commit import LastStep, StepOptions
-from stiefel_opt.optim.group import CORRECTION_PERIOD, WeightGroup
+from stiefel_opt.optim.group import CORRECTION_PERIOD, WeightGroup, move_rows_of
 from stiefel_opt.optim.torch_rules import Group
 
 # What ``cuda_graph=None`` means: True in a version that `benchmarks.speed.step_time_gpu` has passed
@@ -55,13 +55,12 @@ class Capture:
 
     Args:
         weights: Whose steps.
+        make: What captures work on their device.
         shared: What all captures of an optimizer share: memory for temporaries.
     """
 
-    def __init__(self, weights: WeightGroup, shared: dict[Any, Any]) -> None:
-        self._weights, self._shared = weights, shared
-        self._obstacle = _obstacle(weights)
-        self.is_on_cpu = weights.steps.device.type == "cpu" and self._obstacle is not None
+    def __init__(self, weights: WeightGroup, make: type[Recorder], shared: dict[Any, Any]) -> None:
+        self._weights, self._make, self._shared = weights, make, shared
         size = sum(weight.parameter.nbytes for weight in weights.weights)
         self._is_large = _MEMORY * size > _MOST_BYTES
         self._recorder: Recorder | None = None
@@ -84,23 +83,21 @@ class Capture:
 
     # ---- whether -------------------------------------------------------------------------------
 
-    def prepare(self, group: Group, rule: Any) -> None:
-        """Note what a group wants; raise for True where no step of these weights is captured."""
+    def allow(self, group: Group, *, is_capturable: bool) -> None:
+        """Note whether steps may be captured, by the options of their group."""
         wanted = group["cuda_graph"]
-        reason = self._obstacle
-        if reason is not None and wanted:
-            raise ValueError(fail("cuda_graph", "be None or False", True, reason))
+        reason = None
         if wanted is False:
             reason = "cuda_graph=False"
         elif wanted is None and not BY_DEFAULT:
             reason = "cuda_graph=None captures nothing in this version"
-        elif wanted is None and not rule.capturable:
+        elif not is_capturable:
             reason = "the rule does not say that it is capturable"
-        elif wanted is None and group["nonfinite"] == "raise":
+        elif group["nonfinite"] == "raise":
             reason = "nonfinite='raise'"
         elif wanted is None and self._is_large:
             reason = "graphs would keep more than 1 GiB: cuda_graph=True allows it"
-        self._refusal = reason
+        self._refusal = obstacle(self._weights) or reason
 
     def _obstacle_now(self, options: StepOptions) -> str | None:
         """Return why this step is eager."""
@@ -109,13 +106,15 @@ class Capture:
             return f"as are the first {_WARM} steps"
         if torch.are_deterministic_algorithms_enabled():
             return "deterministic algorithms"
-        if weights.is_changed:
+        if weights.is_traced:
+            return "a compiler has traced it"
+        if weights.changed:
             return "somebody else has written to a weight"
-        if len(weights.missing) == len(weights.parameters):
+        if len(weights.staying) == len(weights.parameters):
             return "no weight has a gradient"
-        if weights.missing and options.nonfinite == "ignore":
+        if weights.staying and options.nonfinite == "ignore":
             return "a gradient is missing, and nonfinite='ignore'"
-        if RECORDERS[weights.steps.device.type].is_busy():
+        if self._make.is_busy():
             return "somebody else captures it"
         return None
 
@@ -132,14 +131,17 @@ class Capture:
         key = self._key(options)
         found = next((plan for plan in self._plans if plan.serves(key, host_lr)), None)
         is_new = found is None or found.replay is None
-        if weights.missing and is_new:  # torch would count a write to every weight
+        if weights.staying and is_new:  # torch would count a write to every weight
             self._why_eager = "a gradient is missing in a step that is not captured yet"
             return weights.step(options)
-        weights.step_rows(options)
+        if weights.rows:  # by torch, before a step of the others
+            weights.judge(options.nonfinite)
+            values = [weight.moving() for weight in weights.weights]
+            move_rows_of(weights, values, options.move_rows)
         numbers = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
             found.replay()
-            weights.note_repeated(found.last, is_written=host_lr != 0)
+            _note_repeated(weights, found.last, is_written=host_lr != 0)
             plan = found
         else:
             plan = _Plan(key, self._readers(numbers[0], host_lr))
@@ -155,14 +157,14 @@ class Capture:
     def _key(self, options: StepOptions) -> tuple[Any, ...]:
         """Return what the host decides about a step, last whether rounding is removed."""
         weights = self._weights
-        if weights.addresses != self._addresses:
-            self._plans, self._addresses = [], list(weights.addresses)
+        if weights.now[1] != self._addresses:
+            self._plans, self._addresses = [], list(weights.now[1])
         if not self._corrected:
             self._corrected = [b.begun - b.begun % CORRECTION_PERIOD for b in weights.batches]
         is_due = any(
             batch.begun + 1 - corrected >= CORRECTION_PERIOD
             for batch, corrected in zip(weights.batches, self._corrected, strict=True)
-            if not weights.missing.issuperset(batch.places)
+            if not weights.staying.issuperset(batch.places)
         )
         return options.rule, options.correct, options.nonfinite, options.scale_rule, is_due
 
@@ -173,15 +175,15 @@ class Capture:
         """
         weights = self._weights
         if self._recorder is None:
-            device, count = weights.steps.device, 1 + len(weights.parameters)
-            self._recorder = RECORDERS[device.type](device, count, self._shared)
+            count = 1 + len(weights.parameters)
+            self._recorder = self._make(weights.steps.device, count, self._shared)
             self._grads = [torch.zeros_like(p.detach()) for p in weights.parameters]
         self._recorder.follow()
-        present = [float(grad is not None) for grad in weights.given]
+        present = [float(grad is not None) for grad in weights.grads]
         self._recorder.send([math.nan if host_lr is None else host_lr, *present])
         if isinstance(lr, Tensor):
             self._recorder.numbers[0].copy_(lr.view(()))
-        pairs = zip(self._grads, weights.given, strict=True)
+        pairs = zip(self._grads, weights.grads, strict=True)
         given = [(own, grad) for own, grad in pairs if grad is not None]
         torch._foreach_copy_([own for own, _ in given], [grad for _, grad in given])
         return self._recorder.numbers
@@ -199,7 +201,7 @@ class Capture:
 
         def work() -> None:
             present = None if options.nonfinite == "ignore" else numbers[1:] > 0
-            weights.step_for_all(self._grads, present, is_due, made.readers, options)
+            _step_for_all(weights, self._grads, present, is_due, made.readers, options)
 
         begun = [batch.begun for batch in weights.batches]
         if is_captured and self._recorder is not None:
@@ -225,13 +227,72 @@ class Capture:
         )
 
 
-def _obstacle(weights: WeightGroup) -> str | None:
-    """Return why steps of these weights cannot be captured."""
-    device = weights.steps.device.type
-    if device not in RECORDERS:
-        return f"the weights are on {device}"
+def _step_for_all(
+    weights: WeightGroup,
+    grads: Sequence[Tensor],
+    present: Tensor | None,
+    is_due: bool,
+    readers: Sequence[Lagged],
+    options: StepOptions,
+) -> None:
+    """Take a step with these gradients, of those that the mask ``present`` names."""
+    weights.grads, weights.staying = list(grads), set()
+    weights.present, weights.is_due = present, is_due
+    weights.is_judged = options.nonfinite == "ignore"
+    earlier = [batch.lagged for batch in weights.batches]
+    try:
+        for batch, reader in zip(weights.batches, readers, strict=False):
+            batch.lagged = reader
+        weights.step(options)
+    finally:
+        weights.present = weights.is_due = None
+        for batch, lagged in zip(weights.batches, earlier, strict=True):
+            batch.lagged = lagged
+
+
+def _note_repeated(
+    weights: WeightGroup, last: Sequence[LastStep | None], *, is_written: bool
+) -> None:
+    """Keep account of a step that a graph has taken, which leaves no trace on the host."""
+    for batch, each in zip(weights.batches, last, strict=True):
+        batch.last = each
+        batch.begun += not weights.staying.issuperset(batch.places)
+    if is_written:
+        moved = set(range(len(weights.parameters))) - weights.staying
+        torch.autograd.graph.increment_version([weights.parameters[place] for place in moved])
+        weights.remember_written(moved)
+    weights.grads = []
+
+
+def captures_of(groups: list[WeightGroup], shared: dict[Any, Any]) -> list[Capture | None]:
+    """Return who captures the steps of each; None: nobody can on their device."""
+    makes = [recorder_for(weights.steps) for weights in groups]
+    pairs = zip(groups, makes, strict=True)
+    return [None if make is None else Capture(weights, make, shared) for weights, make in pairs]
+
+
+def obstacle(weights: WeightGroup) -> str | None:
+    """Return why no step of these weights can be captured."""
+    if recorder_for(weights.steps) is None:
+        return f"there are no CUDA graphs on the device of its weights, {weights.steps.device}"
     if weights.is_shared:
         return "processes share a weight"
-    if weights.masters and weights.has_rows:
+    if weights.masters and weights.rows:
         return "a weight in half precision has plain rows"
     return None
+
+
+def check_wanted(groups: list[WeightGroup], group: Group) -> None:
+    """Raise for ``cuda_graph=True`` where no step of some weights can be captured."""
+    for weights in groups if group["cuda_graph"] else ():
+        if (reason := obstacle(weights)) is not None:
+            raise ValueError(fail("cuda_graph", "be None or False", True, reason))
+
+
+def how_stepped(optimizer: Any) -> str:
+    """Return how the last step of constrained parameters on a GPU was taken; else nothing.
+
+    "captured, 2 CUDA graphs", or "eager" and why; several texts for several groups.
+    """
+    captures = [each for index in optimizer._indices if index for each in index.captures]
+    return "; ".join(dict.fromkeys(str(each) for each in captures if each is not None))

@@ -90,8 +90,13 @@ def completed(param_group: Group, defaults: Group) -> Group:
     return group
 
 
-def described(name: str, groups: list[Group], resolve: Callable[[Group], Group]) -> str:
-    """Return an optimizer in words: its options, as torch prints them, and what is constrained."""
+def described(
+    name: str, groups: list[Group], resolve: Callable[[Group], Group], last: str = ""
+) -> str:
+    """Return an optimizer in words: its options, as torch prints them, and what is constrained.
+
+    ``last``: how the last step was taken.
+    """
     lines = [f"{name} ("]
     for number, group in enumerate(groups):
         shown = resolved(resolve(group), stiefel="by tags")
@@ -100,9 +105,10 @@ def described(name: str, groups: list[Group], resolve: Callable[[Group], Group])
     lines[-1] = ")"
     pairs = [(p, reading(p, group)) for group in groups for p in group["params"]]
     counts = [manifold.count(p.shape) for p, manifold in pairs if manifold is not None]
+    matrices, taken = _counted(sum(counts), "matrix", "matrices"), f"\nLast step: {last}."
     return "\n".join(lines) + (
-        f"\nConstrained: {_counted(sum(counts), 'matrix', 'matrices')} in {_counted(len(counts))}."
-        f"\nUnconstrained: {_counted(len(pairs) - len(counts))}."
+        f"\nConstrained: {matrices} in {_counted(len(counts))}."
+        f"\nUnconstrained: {_counted(len(pairs) - len(counts))}." + (taken if last else "")
     )
 
 
@@ -144,9 +150,10 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 # ---- options -----------------------------------------------------------------------------------
 
 
-def check_common_options(group: Group) -> None:
+def check_common_options(group: Group, optimizer: Any) -> None:
     """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
+    check_cuda_graph(group, type(optimizer).__name__, is_capturable=optimizer.capturable)
     check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)
     check_flag("maximize", group.get("maximize", False))
     if group.get("differentiable", False) is not False:

@@ -20,6 +20,7 @@ from optimizers import OPTIMIZERS
 from torch import Tensor, nn
 
 import stiefel_opt as so
+from stiefel_opt.numerics import device
 from stiefel_opt.optim import capture
 
 pytestmark = pytest.mark.usefixtures("as_accelerator")
@@ -393,8 +394,8 @@ def test_a_refusal_names_the_option_and_the_reason(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="Strange does not say that its rule is capturable"):
         Strange(layer.parameters(), cuda_graph=True)
     assert "captured" not in str(Strange(layer.parameters()))
-    monkeypatch.delitem(capture.RECORDERS, "cpu")
+    monkeypatch.delitem(device.RECORDERS, "cpu")
     opt = so.StiefelSGD(layer.parameters(), cuda_graph=True)
     fill(layer, 0)
-    with pytest.raises(ValueError, match=r"`cuda_graph` must be None or False.*weights are on cpu"):
+    with pytest.raises(ValueError, match=r"`cuda_graph` must be None or False.*device of its weights, cpu"):
         opt.step()
