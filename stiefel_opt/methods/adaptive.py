@@ -27,7 +27,7 @@ times X Z + U, with c = 1 at first: eta means what it does in Adam.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -57,6 +57,8 @@ from stiefel_opt.functional import (
 )
 from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    NO_HINT,
+    Hint,
     Reader,
     Sums,
     add_product_,
@@ -211,10 +213,20 @@ class _FarReader(Reader):
         self._reader = reader  # no step is too steep any more
 
     @override
-    def number(
-        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
-    ) -> float:
-        return 16.0 * self._reader.number(name, value, least=least / 16.0, power=power)
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
+        return 16.0 * self._reader.number(name, value, hint._replace(least=hint.least / 16.0))
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        hints = [hint._replace(least=hint.least / 256.0) for hint in hints]
+        known = self._reader.numbers(names, rows, units, hints)
+        return [256.0 * number for number in known]  # squares
 
 
 def _friction(

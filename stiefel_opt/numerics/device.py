@@ -15,7 +15,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from stiefel_opt.errors import HALF, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
 _MANY: Final = 1024  # rows of numbers that are kept
+_SLOTS: Final = 32  # steps by which a device may be behind the host
 _NUMBERS: Final[dict[tuple[torch.device, tuple[float, ...], torch.dtype], Tensor]] = {}
 _LOOSE: Final = 4.0  # a bound on a number may be that much above it
 _RING: Final = 8  # rows of numbers that are on their way to a captured step
@@ -206,6 +207,16 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 # ---- readers -----------------------------------------------------------------------------------
 
 
+class Hint(NamedTuple):
+    """What a caller makes of a number: the same up to ``least``; it grows as lr^``power``."""
+
+    least: float = 0.0
+    power: int = 0
+
+
+NO_HINT: Final = Hint()
+
+
 class Reader(ABC):
     """Reads sizes of tensors, by which a step chooses how much work it does.
 
@@ -215,19 +226,30 @@ class Reader(ABC):
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
     is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
     steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
+    steepness: float = math.inf  # what is known of it
 
     @abstractmethod
-    def number(
-        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
-    ) -> float:
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         """Return what is known of the largest entry of ``value()``; inf if nothing is.
 
         Args:
             name: The key of the stored number: use it once a step.
             value: Called only where its number is used.
-            least: Up to here the caller does the same for every number.
-            power: Of the learning rate, with which the number grows.
+            hint: What the caller makes of it.
         """
+
+    def numbers(
+        self,
+        names: tuple[str, ...],  # noqa: ARG002
+        rows: Tensor,
+        units: tuple[float, ...],  # noqa: ARG002
+        hints: Sequence[Hint] = (),  # noqa: ARG002
+    ) -> Sequence[float]:
+        """Return what is known of the largest finite number of each row times its unit.
+
+        They are sent by one copy, known by ``names``, and not negative; inf where there is none.
+        """
+        return [math.inf] * rows.size(0)
 
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
         """Drop a number of an earlier step that says nothing of the next one."""
@@ -239,122 +261,179 @@ class Now(Reader):
     is_exact = True
 
     @override
-    def number(
-        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
-    ) -> float:
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         return float(value().max())
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        return [
+            unit * max((number for number in row if number < math.inf), default=math.inf)
+            for row, unit in zip(rows.tolist(), units, strict=True)
+        ]
 
 
 class Fixed(Reader):
     """Reads nothing, so that rounding is removed in every step."""
 
     @override
-    def number(
-        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
-    ) -> float:
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         return math.inf
+
+
+class _Ring:
+    """Numbers of the last steps, as their copies arrive in memory of the host."""
+
+    def __init__(self, rows: Tensor) -> None:
+        dtype = rows.dtype if rows.dtype in (torch.float32, torch.float64) else torch.float64
+        shape, pinned = (_SLOTS, *rows.shape), rows.is_cuda
+        self._host = torch.full(shape, -1.0, dtype=dtype, device="cpu", pin_memory=pinned)
+        self._memory: Any = self._host.numpy()  # reading it is no operation of torch, and no wait
+        self._units: list[tuple[float, ...]] = [()] * _SLOTS
+        self._sent = self._arrived = 0
+        self._largest = [math.inf] * rows.size(0)
+
+    def fits(self, rows: Tensor) -> bool:
+        """Say whether these are as many numbers."""
+        return self._host.shape[1:] == rows.shape
+
+    def look(self) -> list[float]:
+        """Return the largest finite number of each row of the last step that has arrived."""
+        while self._arrived < self._sent:
+            slot = self._arrived % _SLOTS
+            if (self._memory[slot] == -1.0).any():
+                break
+            self._largest = [
+                unit * float(row[row < math.inf].max(initial=-1.0))
+                for row, unit in zip(self._memory[slot], self._units[slot], strict=True)
+            ]
+            self._largest = [each if each >= 0 else math.inf for each in self._largest]
+            self._arrived += 1
+        return self._largest
+
+    def send(self, rows: Tensor, units: tuple[float, ...]) -> None:
+        """Begin to copy the numbers of this step, unless the device is far behind."""
+        if self._sent - self._arrived < _SLOTS:
+            slot = self._sent % _SLOTS
+            self._memory[slot], self._units[slot] = -1.0, units
+            self._host[slot].copy_(rows, non_blocking=True)
+            self._sent += 1
 
 
 class Lagged(Reader):
     """Knows the numbers of the step before: the device copies them to the host in its own time.
 
-    What is returned is the last number whose copy has arrived; a margin is left to the caller.
+    What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
     """
 
     def __init__(self) -> None:
-        self._host: dict[str, tuple[Tensor, Any]] = {}
+        self._rings: dict[tuple[str, ...], _Ring] = {}
 
     @override
-    def number(
-        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
-    ) -> float:
-        earlier = self.known(name)
-        self.send(name, value().amax())
-        return earlier
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
+        return self.numbers((name,), value().reshape(1, -1), (1.0,))[0]
 
-    def send(self, name: str, largest: Tensor) -> None:
-        """Let the device copy a number to the host."""
-        if name not in self._host:
-            pinned, dtype = largest.is_cuda, largest.dtype
-            if dtype not in (torch.float32, torch.float64):  # of a rule of one's own
-                dtype = torch.float64
-            host = torch.full((), math.inf, dtype=dtype, device="cpu", pin_memory=pinned)
-            self._host[name] = host, host.numpy()
-        self._host[name][0].copy_(largest, non_blocking=True)
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        earlier = self._rings[names].look() if names in self._rings else [math.inf] * len(names)
+        self.send(names, rows, units)
+        return earlier
 
     @override
     def forget(self, name: str) -> None:
-        self._host.pop(name, None)  # a copy to it may be on its way
+        self._rings.pop((name,), None)  # a copy to it may be on its way
 
-    def known(self, name: str, *, least: float = 0.0) -> float:  # noqa: ARG002
+    def send(self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]) -> None:
+        """Begin to copy the numbers of a step."""
+        ring = self._rings.get(names)
+        if ring is None or not ring.fits(rows):
+            ring = self._rings[names] = _Ring(rows)
+        ring.send(rows, units)
+
+    def known(self, name: str, hint: Hint = NO_HINT) -> float:  # noqa: ARG002
         """Return the number of an earlier step; inf if there is none."""
-        # a number in memory: no operation of torch, and no wait
-        return float(self._host[name][1]) if name in self._host else math.inf
+        found = [
+            ring.look()[names.index(name)] for names, ring in self._rings.items() if name in names
+        ]
+        return found[0] if found else math.inf
 
 
 class Planned(Lagged):
     """Answers for a step that is captured: bounds on those of a :class:`Lagged`.
 
     The captured step may be repeated for as long as they :meth:`still_hold`. Its learning rate is a
-    tensor of the device, ``lr``, which the host may know: numbers that grow with it are then
-    divided by it on the device, and multiplied by the next one on the host.
+    tensor, which the host may know: what grows with it is kept for a learning rate of 1.
     """
 
-    def __init__(self, lagged: Lagged, lr: Tensor, host_lr: float | None) -> None:
+    def __init__(self, lagged: Lagged, lr: float | None) -> None:
         super().__init__()
-        self._lagged, self._lr, self._host_lr = lagged, lr, host_lr
-        self._given: dict[str, tuple[float, int, float]] = {}  # least, power, answer
-        self._found: dict[str, Tensor] = {}
+        self._lagged, self._lr = lagged, lr
+        # eager steps keep numbers of the same name in another unit
+        self._prefix = "captured " if lr is None else "captured, per learning rate, "
+        self._given: dict[str, tuple[Hint, float]] = {}  # answers
+        self._found: dict[tuple[str, ...], tuple[Tensor, tuple[float, ...], list[int]]] = {}
         self._forgotten: set[str] = set()
 
     @override
-    def number(
-        self, name: str, value: Callable[[], Tensor], *, least: float = 0.0, power: int = 0
-    ) -> float:
-        power = 0 if self._host_lr is None else power
-        key = f"{name} / lr^{power}" if power else name
-        answer = self._answer(key, least, power)
-        largest = value().amax()
-        self._found[key] = largest / self._lr**power if power else largest
-        return answer
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        hints = [*hints, *[NO_HINT] * (len(names) - len(hints))]
+        answers = [self.known(name, hint) for name, hint in zip(names, hints, strict=True)]
+        self._found[names] = rows, units, [hint.power for hint in hints]
+        return answers
 
     @override
-    def known(self, name: str, *, least: float = 0.0) -> float:
-        return self._answer(name, least, 0)
+    def known(self, name: str, hint: Hint = NO_HINT) -> float:
+        if name not in self._given:
+            known, least = self._known(name, hint), max(hint.least, 2.0**-200)
+            answer = max(known, least)
+            if least < known < math.inf:  # a power of 2 above
+                answer = least * 2.0 ** math.ceil(math.log2(known / least))
+            self._given[name] = hint._replace(least=least), answer
+        return self._given[name][1]
 
     @override
     def forget(self, name: str) -> None:
         self._forgotten.add(name)
 
-    def still_hold(self, host_lr: float | None) -> bool:
+    def still_hold(self, lr: float | None) -> bool:
         """Say whether every answer is a bound still, and not a loose one."""
-        self._host_lr = host_lr
-        for name, (least, power, answer) in self._given.items():
-            known = max(self._known(name, power), least)
+        self._lr = lr
+        for name, (hint, answer) in self._given.items():
+            known = max(self._known(name, hint), hint.least)
             if not (known == answer or known <= answer <= _LOOSE * known):
                 return False
         return True
 
     def pass_on(self) -> None:
-        """Let the device copy the numbers of the step that it has just begun to the host."""
+        """Begin to copy the numbers of the step that the device has been given."""
         for name in self._forgotten:
-            self._lagged.forget(name)
-        if self._host_lr != 0:  # such a step says nothing of the next one
-            for name, largest in self._found.items():
-                self._lagged.send(name, largest)
+            self._lagged.forget(self._prefix + name)
+        for names, (rows, units, powers) in self._found.items() if self._lr != 0 else ():
+            scales = tuple(
+                unit / (self._lr or 1.0) ** power for unit, power in zip(units, powers, strict=True)
+            )
+            self._lagged.send(tuple(self._prefix + name for name in names), rows, scales)
 
-    def _answer(self, name: str, least: float, power: int) -> float:
-        if name not in self._given:
-            known, least = self._known(name, power), max(least, 2.0**-60)
-            answer = max(known, least)
-            if least < known < math.inf:  # a power of 2 above
-                answer = least * 2.0 ** math.ceil(math.log2(known / least))
-            self._given[name] = least, power, answer
-        return self._given[name][2]
-
-    def _known(self, name: str, power: int) -> float:
-        number = self._lagged.known(name) * (self._host_lr**power if self._host_lr else 1.0)
-        return number if number == number else math.inf
+    def _known(self, name: str, hint: Hint) -> float:
+        number = self._lagged.known(self._prefix + name)
+        return number * self._lr**hint.power if self._lr else number
 
 
 _FIXED: Final = Fixed()

@@ -144,7 +144,7 @@ class Capture:
             _note_repeated(weights, found.last, is_written=host_lr != 0)
             plan = found
         else:
-            plan = _Plan(key, self._readers(numbers[0], host_lr))
+            plan = _Plan(key, self._readers(host_lr))
             self._begin(plan, options._replace(lr=numbers[0]), numbers, found is not None)
         others = [other for other in self._plans if other is not found]
         self._plans = [plan, *others][:_MOST_GRAPHS] if self._failure is None else []
@@ -188,12 +188,12 @@ class Capture:
         torch._foreach_copy_([own for own, _ in given], [grad for _, grad in given])
         return self._recorder.numbers
 
-    def _readers(self, lr: Tensor, host_lr: float | None) -> list[Planned]:
+    def _readers(self, host_lr: float | None) -> list[Planned]:
         """Return a reader for each batch; none where nothing is ever read."""
         batches = self._weights.batches
         if any(reader_for(self._weights.steps, b.lagged) is not b.lagged for b in batches):
             return []
-        return [Planned(batch.lagged, lr, host_lr) for batch in batches]
+        return [Planned(batch.lagged, host_lr) for batch in batches]
 
     def _begin(self, made: _Plan, options: StepOptions, numbers: Tensor, is_captured: bool) -> None:
         """Run a step that is new as it is, or capture it and run that."""

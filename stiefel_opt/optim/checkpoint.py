@@ -301,6 +301,7 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor)
     if current is None:
         return False
     earlier = Stiefel.from_dict(saved)
+    current, earlier = current.on(parameter.ndim), earlier.on(parameter.ndim)
     if current.learn_scale:  # its start is in the state; from a run without it, it begins
         return replace(current, scale=1.0) == replace(earlier, scale=1.0, learn_scale=True)
     if replace(current, scale=1.0) != replace(earlier, scale=1.0):

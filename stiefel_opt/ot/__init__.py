@@ -5,6 +5,8 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt.ot.ascent import Iteration as Iteration
+from stiefel_opt.ot.barycenter import BarycenterResult as BarycenterResult
+from stiefel_opt.ot.barycenter import prw_barycenter as prw_barycenter
 from stiefel_opt.ot.baselines import RAGAS as RAGAS
 from stiefel_opt.ot.baselines import RGAS as RGAS
 from stiefel_opt.ot.discriminant import DiscriminantResult as DiscriminantResult

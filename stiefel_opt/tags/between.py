@@ -140,7 +140,7 @@ def distance(
         lengths.append(length.to(own.dtype.to_real()))
     if len(lengths) == 1:
         return lengths[0]
-    lead = point.shape[:-2]
+    lead = [point.size(dim) for dim in reading.dims(point.ndim).batch]
     return torch.cat([each.reshape(*lead, -1) for each in lengths], dim=-1)
 
 
@@ -258,7 +258,7 @@ def _read(point: Tensor, other: Tensor, manifold: Stiefel | None) -> tuple[Tenso
     if other.dtype != point.dtype:
         raise TypeError(fail("other", f"be of {point.dtype}, as the point", other.dtype))
     reading = reading_of(point, manifold, "point")
-    if point.shape[-2:] != other.shape[-2:] or min(point.ndim, other.ndim) < 2:
+    if other.ndim < 2 or not reading.is_alike(point.shape, other.shape):
         wanted = f"be matrices as the point, of shape {tuple(point.shape)}"
         raise ValueError(fail("other", wanted, f"shape {tuple(other.shape)}"))
     try:

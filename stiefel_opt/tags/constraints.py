@@ -32,7 +32,7 @@ from stiefel_opt.errors import (
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
 from stiefel_opt.tags.foreign import known_modules, note_module
-from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
+from stiefel_opt.tags.layers import CONVOLUTIONS, is_layer, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
@@ -70,6 +70,8 @@ def constrain(
     scale: float | Literal["keep", "rms"] = 1.0,
     learn_scale: bool = False,
     determinant: int | None = None,
+    row_dims: int | Sequence[int] | None = None,
+    column_dims: int | Sequence[int] | None = None,
     project: bool = True,
 ) -> ModuleT:
     r"""Put parameters of ``module`` on the Stiefel manifold and return the module.
@@ -107,6 +109,8 @@ def constrain(
         determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
             A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
             as it comes: the nearest point, of either sign.
+        row_dims, column_dims: The dimensions that count the rows and the columns of one matrix, see
+            :class:`Stiefel`. Default: the last two, of which this warns where there are more.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -137,6 +141,8 @@ def constrain(
     if isinstance(scale, str) and scale not in ("keep", "rms"):
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
+    names_dims = not (row_dims is None and column_dims is None)
+    is_said = names_dims or transposed or not (heads is None and rows is None)
     asked: dict[str, Stiefel] = {}
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
@@ -145,17 +151,16 @@ def constrain(
             remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
             raise ValueError(fail(each, "be the weight in use", given, remedy))
         manifold_of(parameter, each)  # another package's is no reading: refused
-        own_heads, own_flatten = heads, flatten
-        if heads is None and rows is None and not transposed and flatten is not False:
-            own_heads = stacked(owner, leaf)[0]
+        own_heads = heads if is_said or flatten is False else stacked(owner, leaf)[0]
+        own_flatten = flatten
         if flatten is None:
-            own_flatten = _is_kernel(owner, parameter.shape, each, (heads, rows, transposed))
+            own_flatten = not names_dims and _is_kernel(owner, parameter.shape, each, is_said)
         known = 1.0 if isinstance(scale, str) else scale
-        said: Any = own_heads, rows, own_flatten, transposed, known, learn_scale
-        reading = replace(Stiefel(*said), determinant=determinant)
+        options = known, learn_scale, determinant, row_dims, column_dims
+        said: Any = own_heads, rows, own_flatten, transposed, *options
+        reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
-        reading = _scaled(reading, parameter, scale, each)
-        asked[each] = reading
+        asked[each] = _scaled(reading, parameter, scale, each)
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
@@ -288,22 +293,20 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
     return alike
 
 
-def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, ...]) -> bool:
-    """Say whether a weight is that of a convolution; warn where it may be of one's own module."""
+def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, is_said: bool) -> bool:
+    """Say whether a weight is that of a convolution; warn of a batch that nobody asked for."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
-    is_unsaid = said == (None, None, False)
-    if is_unsaid and shape[-2:] == (1, 1) and shape.numel() > 1:
+    if is_said:
+        return False
+    if shape[-2:] == (1, 1) and shape.numel() > 1:
         remedy = "pass flatten=True for a kernel, flatten=False for numbers of absolute value 1"
         given = f"{shape.numel()} matrices of 1 x 1, shape {tuple(shape)}"
         raise ValueError(fail(name, "hold matrices of more than one entry", given, remedy))
-    kernel = shape[2:]
-    is_odd = len(kernel) > 1 and all(size % 2 for size in kernel)
-    if is_unsaid and is_odd and max(kernel) < min(8, *shape[:2]):
-        size = " x ".join(map(str, shape[-2:]))
+    if not is_layer(owner) and (text := Stiefel().unsaid_batch(shape)):
         warnings.warn(
-            f"`{name}` is read as {shape[:-2].numel()} matrices of {size}: pass flatten=True if it "
-            "is the kernel of a convolution, flatten=False if it is a batch",
+            f"`{name}` is read as {text}, or flatten=True for a kernel; flatten=False says that "
+            "they are a batch",
             stacklevel=users_level(),
         )
     return False

@@ -77,8 +77,10 @@ class Form:
                 options = {"generator": generator, "dtype": self.dtype, "device": device}
                 values.append(random_point(*shape, manifold=reading, **options))  # type: ignore[arg-type]
             if index and is_free and self.component(values) == self.component(drawn[-1]):
-                dim = self.readings[0].dimensions(values[0].ndim)[0]  # type: ignore[union-attr]
-                values[0].select(dim, 0).neg_()
+                row = values[0]
+                for dim in sorted(first.dims(row.ndim).rows, reverse=True):  # type: ignore[union-attr]
+                    row = row.select(dim, 0)
+                row.neg_()
             drawn.append(values)
         return drawn
 

@@ -155,7 +155,7 @@ class Product:
         if reading is None or reading.rows is None:
             return tensor
         one = self.form.shapes[place]
-        dim = reading.dimensions(len(one))[0] - len(one)
+        dim = reading.dims(len(one)).rows[0] - len(one)
         start, stop = reading.rows[index]  # type: ignore[misc]
         return tensor.narrow(dim, start, stop - start)
 
