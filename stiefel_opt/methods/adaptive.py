@@ -75,8 +75,8 @@ from stiefel_opt.optim import (
     StiefelAdam,
     StiefelOptimizer,
     StiefelSGD,
-    checks,
     largest_of,
+    resolved,
 )
 
 SLOPE: Final = "slope"
@@ -414,7 +414,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     @override
     def resolved(self, group: Group) -> Group:
-        return super().resolved(checks.resolved(group, radius=1.0, nesterov=False))
+        return super().resolved(resolved(group, radius=1.0, nesterov=False))
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:

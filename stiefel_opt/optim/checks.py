@@ -137,11 +137,6 @@ def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     return [labels[id(parameter)] for parameter in parameters]
 
 
-def by_name(values: Mapping[Tensor, int], groups: list[Group]) -> dict[str, int]:
-    """Return a value of each parameter by its label instead."""
-    return dict(zip(names_of(list(values), groups), values.values(), strict=True))
-
-
 def name_of(parameter: Tensor, groups: list[Group]) -> str:
     """Return the label of a parameter of ``groups``."""
     return names_of([parameter], groups)[0]
@@ -233,7 +228,10 @@ def check_radius(group: Group) -> None:
 
 
 # Words for what a group can say by ``stiefel`` only, as ``stiefel=so.Stiefel(heads=4)``.
-_READINGS = ("heads", "blocks", "manifold", "orthogonal", "constrained", "scale")
+_READINGS = (
+    *("heads", "blocks", "manifold", "orthogonal", "constrained", "scale"),
+    *("rowdims", "columndims", "learnscale", "determinant"),
+)
 # Other libraries' and papers' names of options, which no scheduler stores in a group.
 _SYNONYMS = {
     "learningrate": "lr",
