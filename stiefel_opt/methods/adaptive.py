@@ -73,8 +73,8 @@ from stiefel_opt.optim import (
     StiefelAdam,
     StiefelOptimizer,
     StiefelSGD,
-    checks,
     largest_of,
+    resolved,
 )
 
 SLOPE: Final = "slope"
@@ -404,7 +404,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     @override
     def resolved(self, group: Group) -> Group:
-        return super().resolved(checks.resolved(group, radius=1.0, nesterov=False))
+        return super().resolved(resolved(group, radius=1.0, nesterov=False))
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:

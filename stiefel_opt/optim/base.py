@@ -32,6 +32,7 @@ from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import START, State, StateDict, complete_state, declared_once
+from stiefel_opt.optim.tagged import TaggedOptimizer
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
@@ -190,7 +191,7 @@ def drop_unfit(optimizer: StiefelOptimizer) -> None:
     checks.warn_of_restarts(restarted, optimizer.param_groups)
 
 
-class StiefelOptimizer(Optimizer, ABC):
+class StiefelOptimizer(TaggedOptimizer, ABC):
     """Base of all optimizers here: a group holds constrained and plain parameters side by side.
 
     A subclass has three parts: the state of a matrix (:meth:`state_for`), a pure rule that moves a
@@ -222,10 +223,8 @@ class StiefelOptimizer(Optimizer, ABC):
             overrides :meth:`velocity_in` and :meth:`state_of_velocity`.
     """
 
-    rule: str = ""
     sums_over_rows: bool = False
     plain_is_elementwise: bool = False
-    learns_scale: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
@@ -240,33 +239,27 @@ class StiefelOptimizer(Optimizer, ABC):
         family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
         if family is not StiefelOptimizer:
             checks.check_family(cls, family)
-        checks.name_options(cls)
         cls._known = {}
         for name, function in _SAID_OF.items():  # what a class inherits was said of another one
             if function in vars(cls):
                 setattr(cls, name, bool(vars(cls).get(name)))
 
     def __init__(self, params: Any, defaults: Group) -> None:
-        self.rule = self.rule or type(self).__name__
         self._indices: list[GroupIndex | None] = []
-        checks.check_params(params)
         defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
         self._handle, self.records = remember(self), Records()
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         # known from now on: every group has been looked at, and weights may be written to
         self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
         self._admit_groups(self.param_groups)
-        checks.warn_if_nothing_is_constrained(self.param_groups)
+        self.warn_if_nothing_is_constrained()
 
     # ---- what a subclass says ------------------------------------------------------------------
 
+    @override
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
         checks.check_common_options(group)
-
-    def resolved(self, group: Group) -> Group:
-        """Return a group in which options that are None have the value they stand for."""
-        return group
 
     @abstractmethod
     def state_for(self, group: Group) -> tuple[State, ...]:
@@ -346,11 +339,7 @@ class StiefelOptimizer(Optimizer, ABC):
         count = len(self.param_groups)
         try:
             for part in self._parts(param_group):
-                checks.check_option_names(part, self.defaults, type(self).__name__)
-                group = checks.completed(part, self.defaults)
-                self.check_options(group)
-                checks.check_new_group(group, self.param_groups, self)
-                super().add_param_group(group)
+                super().add_param_group(self.admitted(part))
                 self._indices.append(None)
             if hasattr(self, "_completes"):
                 self._admit_groups(self.param_groups[count:])
@@ -364,7 +353,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _admit_groups(self, groups: list[Group]) -> None:
         """Constrain what the key ``stiefel`` says, and remember the tags."""
-        checks.check_memory(self.param_groups)
+        self.check_memory()
         for group in groups:
             project_untagged(group["params"], group["stiefel"])
             self.records.recall(group["params"])
@@ -456,7 +445,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Divide the parameters of a group anew, plain from constrained; admit those with state."""
         earlier = self._indices[place]
         if self.records.recall(group["params"]) or earlier:
-            checks.check_memory(self.param_groups)
+            self.check_memory()
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
             self.records.drop_unfit(self.state, group["params"][plain], None, ())
@@ -515,7 +504,7 @@ class StiefelOptimizer(Optimizer, ABC):
             checks.refuse_nonfinite(weights.parameters[weights.unsafe[0]], self.param_groups)
         if group["nonfinite"] == "raise" and weights.overflowed:
             checks.refuse_overflow(weights.parameters[weights.overflowed[0]], self.param_groups)
-        checks.check_finite(changed, self.param_groups)
+        self.check_finite(changed)
 
     def _move_plain(self, group: Group, parameters: list[Tensor]) -> None:
         """Move the plain parameters of a group that have a gradient."""
@@ -614,14 +603,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     # ---- what a user may ask -------------------------------------------------------------------
 
-    def skipped_steps(self) -> dict[str, int]:
-        """Return how many steps each parameter has missed because its gradient was not finite.
-
-        Parameters that missed none are left out. Counted since this optimizer was made, under
-        ``nonfinite="skip"``. Waits for an accelerator.
-        """
-        return checks.by_name(self.skipped_steps_of(), self.param_groups)
-
+    @override
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return the counts of :meth:`skipped_steps` by parameter."""
         return self.records.skipped()
@@ -676,7 +658,3 @@ class StiefelOptimizer(Optimizer, ABC):
     def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""
         return [weights for index in self._indices if index for weights in index.weight_groups]
-
-    @override
-    def __repr__(self) -> str:
-        return checks.described(type(self).__name__, self.param_groups, self.resolved)

@@ -131,11 +131,6 @@ def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     return [labels[id(parameter)] for parameter in parameters]
 
 
-def by_name(values: Mapping[Tensor, int], groups: list[Group]) -> dict[str, int]:
-    """Return a value of each parameter by its label instead."""
-    return dict(zip(names_of(list(values), groups), values.values(), strict=True))
-
-
 def name_of(parameter: Tensor, groups: list[Group]) -> str:
     """Return the label of a parameter of ``groups``."""
     return names_of([parameter], groups)[0]

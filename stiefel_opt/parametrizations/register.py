@@ -29,15 +29,12 @@ from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivializ
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.tags import (
     CONVOLUTIONS,
-    HARMFUL,
     Stiefel,
+    check_start,
     check_use,
-    distance,
-    looks_trained,
     manifold_of,
     mark_maps,
     stacked,
-    warn_of_lost,
 )
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -135,15 +132,14 @@ def orthogonal(
     if value is not None and parametrization.starts_at_random(columns):
         kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
-    is_trained = value is None and has_values(parameter) and looks_trained(parameter, manifold)
-    before = parameter.detach().clone() if is_trained or value is not None else None
+    check_point = check_start(name, parameter, manifold) if value is None else None
     turned = _turned_over(name, parameter, parametrization, map) if value is None else ""
-    _register(owner, leaf, parametrization, value, before)
+    _register(owner, leaf, parametrization, value)
     mark_maps(owner)
     if turned:
         warnings.warn(turned, stacklevel=users_level())
-    if is_trained and (share := distance(before, getattr(owner, leaf))) > HARMFUL:  # type: ignore[arg-type]
-        warn_of_lost([(name, share)])
+    if check_point is not None:
+        check_point(getattr(owner, leaf))
     return module
 
 
@@ -152,10 +148,10 @@ def _register(
     leaf: str,
     parametrization: Parametrization,
     value: Tensor | None,
-    before: Tensor | None,
 ) -> None:
-    """Register a map for a weight, or for another value of it; on an error put ``before`` back."""
+    """Register a map for a weight, or for another value of it; on an error nothing has changed."""
     parameter = owner._parameters[leaf]
+    before = None if value is None else parameter.detach().clone()  # type: ignore[union-attr]
     try:
         if value is not None:
             with torch.no_grad():
