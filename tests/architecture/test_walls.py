@@ -16,7 +16,7 @@ MAY_SEE = {  # room: the rooms that it may import from
     "errors": set(),
     "numerics": {"errors"},
     "tags": {"errors", "numerics"},
-    "functional": {"errors", "numerics"},
+    "functional": {"numerics"},
     "optim": {"errors", "numerics", "tags", "functional"},
     "parametrizations": {"errors", "numerics", "tags"},
     "nn": {"errors", "numerics", "tags", "parametrizations"},
