@@ -409,6 +409,66 @@ def test_equal_readings_are_one_in_checkpoints_and_tied_weights(
         build(unlike)[1].load_state_dict(runs[0][1].state_dict())
 
 
+@pytest.mark.parametrize(("shape", "one", "other"), ALIKE)
+def test_pairs_of_lbfgs_are_kept_by_an_equal_reading(
+    shape: tuple[int, ...], one: Stiefel, other: Stiefel
+) -> None:
+    torch.manual_seed(0)
+    start, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape)
+    parameters = [so.ManifoldParameter(start, reading) for reading in (one, other)]
+
+    def step(parameter: Tensor, optimizer: so.StiefelLBFGS) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight * parameter).square().sum() + parameter.sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+
+    optimizers = [so.StiefelLBFGS([each], max_iter=3) for each in parameters]
+    step(parameters[0], optimizers[0])
+    with torch.no_grad():
+        parameters[1].copy_(parameters[0])
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for each, optimizer in zip(parameters, optimizers, strict=True):
+        step(each, optimizer)
+    torch.testing.assert_close(parameters[0].detach(), parameters[1].detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functions_are_traced_whole(dynamic: bool) -> None:
+    reading = Stiefel(row_dims=(2, 0), column_dims=1)
+
+    def moved(x: Tensor, v: Tensor) -> Tensor:
+        return so.retract(so.polar(x, reading), so.project_tangent(x, v, reading), reading)
+
+    compiled = torch.compile(moved, fullgraph=True, dynamic=dynamic, backend="eager")
+    x, v = so.random_point(4, 2, 3, manifold=reading), torch.randn(4, 2, 3)
+    torch.testing.assert_close(compiled(x, v), moved(x, v))
+
+
+@pytest.mark.parametrize("rule", [so.StiefelAdam, so.StiefelSGD])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_large_tensor_is_stepped_in_pieces_and_written_whole(rule: Any, count: int) -> None:
+    """Its matrices are a copy, of which each piece of a batch is written alone."""
+    shape, pattern = (32, 8, 64, 16), "abcd -> d (ac) b"
+    reading = Stiefel(row_dims=(0, 2), column_dims=1)
+    starts = [so.random_point(*shape, manifold=reading) for _ in range(count)]
+    stored = [so.ManifoldParameter(start, reading) for start in starts]
+    matrices = [so.ManifoldParameter(by_hand(start, pattern)) for start in starts]
+    optimizers = rule(stored, lr=0.01), rule(matrices, lr=0.01)
+    for _ in range(2):
+        for one, other in zip(stored, matrices, strict=True):
+            one.grad = torch.randn(shape)
+            other.grad = by_hand(one.grad, pattern)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(stored, matrices, strict=True):
+        assert torch.equal(by_hand(one.detach(), pattern), other.detach())
+
+
 def test_groups_carry_the_dimensions() -> None:
     model = nn.Module()
     model.K, model.b = nn.Parameter(torch.randn(3, 2, 2)), nn.Parameter(torch.randn(2))

@@ -331,11 +331,13 @@ def _loadable(state_dict: Any, optimizer: StiefelLBFGS) -> dict[str, Any]:
         return loaded
     earlier = saved.get("readings", [None] * len(readings))
     for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
-        if current != (other and Stiefel.from_dict(other)):
+        before, ndim = other and Stiefel.from_dict(other), parameter.ndim
+        if current != before and not (current and before and current.on(ndim) == before.on(ndim)):
             called = f"reading of {optimizer.names_of([parameter])[0]}"
-            condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
             remedy = "constrain it as it was when the checkpoint was written"
-            raise ValueError(fail(called, condition, current, remedy))
+            raise ValueError(fail(called, f"be the saved one, {before}", current, remedy))
+    if "readings" in saved:  # perhaps said in another way
+        saved["readings"] = _as_data(readings)
     of_torch = sum(as_real(parameter).numel() for parameter in group["params"])
     own = places(group["params"])[1]
     for name in ("d", "prev_flat_grad", "steps", "last_step"):
