@@ -52,6 +52,12 @@ LAYOUTS = {
     "tall heads cut by borders": ((27, 4), {"heads": 3}, 0, "moves"),
     "ranges by rows": ((9, 12), {"rows": (2, 8), "heads": 2}, 0, "moves"),
     "filters": ((4, 3, 3), {"flatten": True}, 0, "moves"),
+    "by the first of two dimensions": ((6, 2, 3), {"row_dims": (0, 1)}, 0, "sums"),
+    "by the second of two dimensions": ((3, 5, 2), {"row_dims": (0, 1)}, 1, "sums"),
+    "by one of two columns": ((2, 4, 6), {"row_dims": 0, "column_dims": (2, 1)}, 2, "sums"),
+    "batch inside": ((5, 3, 2), {"row_dims": 0, "column_dims": 2}, 1, "nothing"),
+    "batch at the end": ((3, 2, 4), {"row_dims": 1, "column_dims": 0}, 2, "nothing"),
+    "two dimensions by columns": ((3, 2, 4), {"row_dims": (1, 0)}, 2, "moves"),
 }
 
 LEARNED = {  # scales that are learned: a number for each matrix, the same on every process
