@@ -92,7 +92,7 @@ def use() -> list[tuple[str, str, str]]:
         ),
         (
             "PCA, Procrustes, a rotation (det +1)",
-            "`so.minimize`, `so.polar(A, determinant=1)`",
+            "[`so.minimize`, `so.polar(A, determinant=1)`](docs/problems.md)",
             f"[{evaluations} of the evaluations](docs/lbfgs.md) of pymanopt",
         ),
         (

@@ -133,7 +133,7 @@ class ProjectedRGD(SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, nonfinite, stiefel: As in :class:`StiefelSGD`.
+            differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
         retraction: "cayley", "qr" or "polar".
 
     Raises:
@@ -151,6 +151,7 @@ class ProjectedRGD(SGDLike):
 
     rule = "ProjectedRGD"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
 
     def __init__(
@@ -170,6 +171,7 @@ class ProjectedRGD(SGDLike):
         retraction: str = "cayley",
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
 

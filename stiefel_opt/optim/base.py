@@ -27,6 +27,7 @@ from stiefel_opt.numerics.device import exact_products, is_compiling, readable
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
+from stiefel_opt.optim.capture import Capture, captures_of, check_wanted, how_stepped
 from stiefel_opt.optim.commit import Correction, Rule, ScaleRule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
@@ -44,6 +45,7 @@ _LARGEST_LR: Final = 2.0**50
 # Attributes of a class that speak of a method: who overrides the method says them again.
 _SAID_OF: Final = {
     "sums_over_rows": "rule_for",
+    "capturable": "rule_for",
     "learns_scale": "rule_for",
     "plain_is_elementwise": "update_plain",
 }
@@ -64,6 +66,12 @@ def _require_finite(lr: Any) -> None:
         checks.refuse_lr(lr)
 
 
+def _limited(lr: float | Tensor) -> float | Tensor:
+    """Return a number where it can be read, and not too large a one."""
+    value = readable(lr) if isinstance(lr, Tensor) else lr
+    return lr if value is None else min(float(value), _LARGEST_LR)
+
+
 class GroupIndex:
     """Which parameters of a group are plain, and which are constrained and have state.
 
@@ -74,6 +82,8 @@ class GroupIndex:
     def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = tags_of(self._params)
+        self.weight_groups: list[WeightGroup] = []
+        self.captures: list[Capture | None] = []
         self._stiefel = group["stiefel"]
         note_whole(self._params, self._stiefel is False)
         self._bind(optimizer, group)
@@ -82,7 +92,6 @@ class GroupIndex:
         checks.check_learned_scale(group, optimizer)
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
-        self.weight_groups: list[WeightGroup] = []
 
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
         optimizer.check_options(group)
@@ -92,6 +101,13 @@ class GroupIndex:
         self.declared = optimizer.declared_for(group)
         self.rule, self.scale_rule = optimizer.rule_for(group), optimizer.scale_rule_for(group)
         self.correction = optimizer.correction_for(group)
+        self._allow_captures(optimizer, group)
+
+    def _allow_captures(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        check_wanted(self.weight_groups, group)
+        for capture in self.captures:
+            if capture is not None:
+                capture.allow(group, is_capturable=optimizer.capturable)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
         """Say whether parameters, tags and state are as they were; bind options that are new."""
@@ -153,6 +169,8 @@ class GroupIndex:
             WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
             for each in weights.values()
         ]
+        self.captures = captures_of(self.weight_groups, optimizer.records.of_graphs)
+        self._allow_captures(optimizer, group)
         self.waiting = sorted(waiting)
         checks.warn_of_restarts(restarted, optimizer.param_groups)
 
@@ -203,7 +221,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     Args:
         params: Parameters, named parameters or groups, as in torch. A step needs their values: not
             on the meta device.
-        defaults: Options of the groups; ``nonfinite`` and ``stiefel`` are added.
+        defaults: Options of the groups; ``nonfinite``, ``stiefel`` and ``cuda_graph`` are added.
 
     Attributes:
         rule: The name under which a checkpoint is saved. Default: that of the class.
@@ -214,6 +232,10 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             other. Processes that share the plain rows of a constrained weight then pass only their
             own rows. A class that overrides that method must say it again. Default: False, and such
             weights are refused.
+        capturable: Whether a step on a GPU may be captured, ``cuda_graph``: the rule decides by no
+            number of a tensor but what ``reader`` returns, and by no number that changes from step
+            to step but ``lr`` and ``step``, which are tensors then. A class that overrides
+            :meth:`rule_for` must say it again. Default: False, and its steps are eager.
         learns_scale: Whether the rule moves Q of a learned scale as well,
             ``Stiefel(learn_scale=True)``: g is moved by the rule of its family. A class that
             overrides :meth:`rule_for` must say it again. Default: False, and such weights are
@@ -225,6 +247,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     sums_over_rows: bool = False
     plain_is_elementwise: bool = False
+    capturable: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
@@ -246,7 +269,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self._indices: list[GroupIndex | None] = []
-        defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
+        defaults = {"nonfinite": "skip", "stiefel": None, "cuda_graph": None, **defaults}
         self._handle, self.records = remember(self), Records()
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         # known from now on: every group has been looked at, and weights may be written to
@@ -259,7 +282,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     @override
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
-        checks.check_common_options(group)
+        checks.check_common_options(group, self)
 
     @abstractmethod
     def state_for(self, group: Group) -> tuple[State, ...]:
@@ -526,13 +549,12 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         for group, index, lr in zip(self.param_groups, self._indices, lrs, strict=True):
             if index is None:
                 continue
-            value = readable(lr) if isinstance(lr, Tensor) else lr
-            lr = lr if value is None else min(float(value), _LARGEST_LR)
+            lr = _limited(lr)
             rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
             options = StepOptions(*rules, lr, group["nonfinite"], index.scale_rule)
-            for weights in index.weight_groups:
+            for weights, capture in zip(index.weight_groups, index.captures, strict=True):
                 with exact_products(weights.steps):
-                    turning = weights.step(options)
+                    turning = (capture or weights).step(options)
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
                 if turning:
@@ -619,6 +641,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         angles = [weights.angles() for weights in self.all_constrained()]
         return dict(itertools.chain(*map(dict.items, angles)))
 
+    how_stepped = how_stepped
+
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
 
@@ -658,3 +682,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""
         return [weights for index in self._indices if index for weights in index.weight_groups]
+
+    @override
+    def __repr__(self) -> str:
+        name, last = type(self).__name__, self.how_stepped()
+        return checks.described(name, self.param_groups, self.resolved, last)

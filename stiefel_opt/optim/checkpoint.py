@@ -334,6 +334,7 @@ def complete_options(
     """Give saved groups the options that they lack, from ``before`` or as they are now."""
     for group, saved in zip(groups, saved_groups, strict=False):
         saved["stiefel"] = group["stiefel"]
+        saved["cuda_graph"] = group["cuda_graph"]  # of this machine, not of a training
         earlier = {**group, **before}
         for name in names:
             saved.setdefault(name, earlier[name])

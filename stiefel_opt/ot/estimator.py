@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import check_flag, check_integer, check_range, fail
+from stiefel_opt.errors import ProgressBar, check_flag, check_integer, check_range, fail, imported
 from stiefel_opt.ot.clouds import read_clouds, read_projection
 from stiefel_opt.ot.exact import exact_plan, projected_wasserstein
 from stiefel_opt.ot.projection import PRWResult, projection_robust_wasserstein
-from stiefel_opt.tools import ProgressBar, imported
 
 _PACKAGE: Final = "'scikit-learn>=1.6'"
 _base = imported("sklearn.base", _PACKAGE)

@@ -173,12 +173,15 @@ class Report:
         with_steps: Whether the table has columns for the steps of an optimizer.
         others: Name and manifold of each parameter that is geoopt's, as it is on another manifold.
         notes: What to look at: tensors of several dimensions that are read as a batch.
+        how_stepped: How the last step of an optimizer was taken on an accelerator: captured as CUDA
+            graphs, or eager and why; else empty.
     """
 
     lines: tuple[Line, ...]
     with_steps: bool = False
     others: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    how_stepped: str = ""
 
     @override
     def __str__(self) -> str:
@@ -203,7 +206,8 @@ class Report:
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
         left = ", ".join(f"{name} ({manifold})" for name, manifold in self.others)
-        notes = [*self.notes, f"left to geoopt: {left}"] if left else self.notes
+        notes = [*self.notes, f"left to geoopt: {left}"] if left else [*self.notes]
+        notes += [f"last step: {self.how_stepped}"] if self.how_stepped else []
         return "\n".join([table(rows), *notes])
 
     @override
@@ -318,4 +322,5 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         f"{name}{f' and {len(more)} more' if more else ''}: {note}"
         for note, (name, *more) in batches.items()
     )
-    return Report(tuple(lines), with_steps=optimizer is not None, others=others, notes=notes)
+    how = getattr(inmost, "how_stepped", str)()
+    return Report(tuple(lines), optimizer is not None, others, notes, how)
