@@ -29,7 +29,7 @@ _MANY: Final = 1024  # rows of numbers that are kept
 _SLOTS: Final = 32  # steps by which a device may be behind the host
 _NUMBERS: Final[dict[tuple[torch.device, tuple[float, ...], torch.dtype], Tensor]] = {}
 _LOOSE: Final = 4.0  # a bound on a number may be that much above it
-_RING: Final = 8  # rows of numbers that are on their way to a captured step
+_RING: Final = 8  # numbers that are on their way to captured steps
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
@@ -458,21 +458,20 @@ def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
 
 
 class Recorder:
-    """Captures work on a CUDA device as graphs, and sends numbers of the host to them.
+    """Captures work on a CUDA device as graphs, and sends a number of the host to them.
 
     Args:
         device: Where the work is done.
-        count: How many numbers it needs.
         shared: What recorders of work that never runs at once have in common: temporaries.
 
     Attributes:
-        numbers: Those that were sent last, float64.
+        number: What was sent last, float64.
     """
 
-    def __init__(self, device: torch.device, count: int, shared: dict[Any, Any]) -> None:
+    def __init__(self, device: torch.device, shared: dict[Any, Any]) -> None:
         self._device, self._shared = device, shared
-        self.numbers = torch.zeros(count, dtype=torch.float64, device=device)
-        self._sent: list[float] | None = None
+        self.number = torch.zeros((), dtype=torch.float64, device=device)
+        self._sent: float | None = None
         self._ring: list[tuple[Tensor, Any]] = []  # a copy on its way needs memory of its own
         self._turn = 0
         self._last_stream: Any = None
@@ -489,24 +488,21 @@ class Recorder:
             current.wait_stream(self._last_stream)
         self._last_stream = current
 
-    def send(self, numbers: list[float]) -> None:
-        """Send the numbers, if they are others than before, while nobody waits."""
-        if numbers == self._sent:
-            return
-        host, arrived = self._slot()
-        host.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-        self.numbers.copy_(host, non_blocking=True)
-        if arrived is not None:
-            arrived.record(torch.cuda.current_stream(self._device))
-        self._sent = numbers
+    def send(self, number: float | None) -> None:
+        """Send a number, if it is another than before, while nobody waits; None: it is there."""
+        if number is not None and number != self._sent:
+            host, arrived = self._slot()
+            host.fill_(number)
+            self.number.copy_(host, non_blocking=True)
+            if arrived is not None:
+                arrived.record(torch.cuda.current_stream(self._device))
+        self._sent = number
 
     def _slot(self) -> tuple[Tensor, Any]:
         """Return memory that pages stay in, and the event that says when it has been read."""
         is_cuda = self._device.type == "cuda"
         if len(self._ring) < _RING:
-            host = torch.zeros(
-                len(self.numbers), dtype=torch.float64, device="cpu", pin_memory=is_cuda
-            )
+            host = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=is_cuda)
             self._ring.append((host, torch.Event(self._device) if is_cuda else None))
             return self._ring[-1]
         host, arrived = self._ring[self._turn % _RING]

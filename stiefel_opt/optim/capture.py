@@ -1,10 +1,10 @@
 """Captured steps: the work of a step on a device, recorded as a graph and repeated by one call.
 
 A graph keeps the addresses that it reads and writes, and freezes every number of the host. So its
-gradients lie in memory of its own; the learning rate, and which weights have a gradient, are
-numbers of the device; and what the host decides by earlier numbers is its key: whether rounding is
-removed, and what readers have answered. A step whose key is new runs as it is, is captured at the
-second time, and is repeated from then on. Everything else is a step of :class:`WeightGroup`.
+gradients lie in memory of its own, and one that is missing is NaN: its weight stays. The learning
+rate is a number of the device. What the host decides by earlier numbers is the key of a graph:
+whether rounding is removed, and what readers have answered. A step whose key is new runs as it is,
+is captured at the second time, and is repeated from then on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing_extensions import override
 from stiefel_opt.errors import fail, users_level
 from stiefel_opt.numerics.device import Lagged, Planned, Recorder, reader_for, recorder_for
 from stiefel_opt.optim.commit import LastStep, StepOptions
-from stiefel_opt.optim.group import CORRECTION_PERIOD, WeightGroup, move_rows_of
+from stiefel_opt.optim.group import _CORRECTION_PERIOD, WeightGroup, _move_rows
 from stiefel_opt.optim.torch_rules import Group
 
 # What ``cuda_graph=None`` means: True in a version that `benchmarks.speed.step_time_gpu` has passed
@@ -108,11 +108,11 @@ class Capture:
             return "deterministic algorithms"
         if weights.is_traced:
             return "a compiler has traced it"
-        if weights.changed:
+        if weights._changed:
             return "somebody else has written to a weight"
-        if len(weights.staying) == len(weights.parameters):
+        if len(weights._staying) == len(weights.parameters):
             return "no weight has a gradient"
-        if weights.staying and options.nonfinite == "ignore":
+        if weights._staying and options.nonfinite == "ignore":
             return "a gradient is missing, and nonfinite='ignore'"
         if self._make.is_busy():
             return "somebody else captures it"
@@ -131,21 +131,21 @@ class Capture:
         key = self._key(options)
         found = next((plan for plan in self._plans if plan.serves(key, host_lr)), None)
         is_new = found is None or found.replay is None
-        if weights.staying and is_new:  # torch would count a write to every weight
+        if weights._staying and is_new:  # torch would count a write to every weight
             self._why_eager = "a gradient is missing in a step that is not captured yet"
             return weights.step(options)
-        if weights.rows:  # by torch, before a step of the others
-            weights.judge(options.nonfinite)
+        if weights._rows:  # by torch, before a step of the others
+            weights._judge(options.nonfinite)
             values = [weight.moving() for weight in weights.weights]
-            move_rows_of(weights, values, options.move_rows)
-        numbers = self._send(lr, host_lr)
+            _move_rows(weights, values, options.move_rows)
+        number = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
             found.replay()
             _note_repeated(weights, found.last, is_written=host_lr != 0)
             plan = found
         else:
             plan = _Plan(key, self._readers(host_lr))
-            self._begin(plan, options._replace(lr=numbers[0]), numbers, found is not None)
+            self._begin(plan, options._replace(lr=number), found is not None)
         others = [other for other in self._plans if other is not found]
         self._plans = [plan, *others][:_MOST_GRAPHS] if self._failure is None else []
         for reader in plan.readers:
@@ -157,36 +157,37 @@ class Capture:
     def _key(self, options: StepOptions) -> tuple[Any, ...]:
         """Return what the host decides about a step, last whether rounding is removed."""
         weights = self._weights
-        if weights.now[1] != self._addresses:
-            self._plans, self._addresses = [], list(weights.now[1])
+        if weights._now[1] != self._addresses:
+            self._plans, self._addresses = [], list(weights._now[1])
         if not self._corrected:
-            self._corrected = [b.begun - b.begun % CORRECTION_PERIOD for b in weights.batches]
+            self._corrected = [b.begun - b.begun % _CORRECTION_PERIOD for b in weights.batches]
         is_due = any(
-            batch.begun + 1 - corrected >= CORRECTION_PERIOD
+            batch.begun + 1 - corrected >= _CORRECTION_PERIOD
             for batch, corrected in zip(weights.batches, self._corrected, strict=True)
-            if not weights.staying.issuperset(batch.places)
+            if not weights._staying.issuperset(batch.places)
         )
         return options.rule, options.correct, options.nonfinite, options.scale_rule, is_due
 
     def _send(self, lr: Tensor | float, host_lr: float | None) -> Tensor:
-        """Put gradients and numbers where graphs read them; return the numbers.
+        """Put gradients and the learning rate where graphs read them; return the latter.
 
-        The first is the learning rate, each other one 1 if a weight has a gradient, else 0.
+        A gradient that is missing is NaN.
         """
         weights = self._weights
         if self._recorder is None:
-            count = 1 + len(weights.parameters)
-            self._recorder = self._make(weights.steps.device, count, self._shared)
+            self._recorder = self._make(weights.steps.device, self._shared)
             self._grads = [torch.zeros_like(p.detach()) for p in weights.parameters]
         self._recorder.follow()
-        present = [float(grad is not None) for grad in weights.grads]
-        self._recorder.send([math.nan if host_lr is None else host_lr, *present])
         if isinstance(lr, Tensor):
-            self._recorder.numbers[0].copy_(lr.view(()))
-        pairs = zip(self._grads, weights.grads, strict=True)
+            self._recorder.number.copy_(lr.view(()))
+        self._recorder.send(host_lr)
+        pairs = zip(self._grads, weights._grads, strict=True)
         given = [(own, grad) for own, grad in pairs if grad is not None]
         torch._foreach_copy_([own for own, _ in given], [grad for _, grad in given])
-        return self._recorder.numbers
+        if weights._staying:
+            for place in weights._staying:
+                self._grads[place].fill_(math.nan)
+        return self._recorder.number
 
     def _readers(self, host_lr: float | None) -> list[Planned]:
         """Return a reader for each batch; none where nothing is ever read."""
@@ -195,13 +196,12 @@ class Capture:
             return []
         return [Planned(batch.lagged, host_lr) for batch in batches]
 
-    def _begin(self, made: _Plan, options: StepOptions, numbers: Tensor, is_captured: bool) -> None:
+    def _begin(self, made: _Plan, options: StepOptions, is_captured: bool) -> None:
         """Run a step that is new as it is, or capture it and run that."""
         weights, is_due = self._weights, made.key[-1]
 
         def work() -> None:
-            present = None if options.nonfinite == "ignore" else numbers[1:] > 0
-            _step_for_all(weights, self._grads, present, is_due, made.readers, options)
+            _step_for_all(weights, self._grads, is_due, made.readers, options)
 
         begun = [batch.begun for batch in weights.batches]
         if is_captured and self._recorder is not None:
@@ -213,9 +213,9 @@ class Capture:
                     batch.begun = count
             else:
                 made.replay()
+                made.last = tuple(batch.last for batch in weights.batches)
         if made.replay is None:
             work()
-        made.last = tuple(batch.last for batch in weights.batches)
 
     def _fail(self, error: Exception) -> None:
         """Go on without graphs, and say so."""
@@ -230,22 +230,20 @@ class Capture:
 def _step_for_all(
     weights: WeightGroup,
     grads: Sequence[Tensor],
-    present: Tensor | None,
     is_due: bool,
     readers: Sequence[Lagged],
     options: StepOptions,
 ) -> None:
-    """Take a step with these gradients, of those that the mask ``present`` names."""
-    weights.grads, weights.staying = list(grads), set()
-    weights.present, weights.is_due = present, is_due
-    weights.is_judged = options.nonfinite == "ignore"
+    """Take a step of all weights with these gradients."""
+    weights._grads, weights._staying = list(grads), set()
+    weights.is_due, weights.is_judged = is_due, options.nonfinite == "ignore"
     earlier = [batch.lagged for batch in weights.batches]
     try:
         for batch, reader in zip(weights.batches, readers, strict=False):
             batch.lagged = reader
         weights.step(options)
     finally:
-        weights.present = weights.is_due = None
+        weights.is_due = None
         for batch, lagged in zip(weights.batches, earlier, strict=True):
             batch.lagged = lagged
 
@@ -256,12 +254,14 @@ def _note_repeated(
     """Keep account of a step that a graph has taken, which leaves no trace on the host."""
     for batch, each in zip(weights.batches, last, strict=True):
         batch.last = each
-        batch.begun += not weights.staying.issuperset(batch.places)
+        batch.begun += not weights._staying.issuperset(batch.places)
     if is_written:
-        moved = set(range(len(weights.parameters))) - weights.staying
+        moved = set(range(len(weights.parameters))) - weights._staying
         torch.autograd.graph.increment_version([weights.parameters[place] for place in moved])
-        weights.remember_written(moved)
-    weights.grads = []
+        weights._remember_what_was_written(moved)
+    if weights._staying:  # no gradient is not one that is not finite
+        weights.skipped[weights._at(sorted(weights._staying))] -= 1
+    weights._grads = []
 
 
 def captures_of(groups: list[WeightGroup], shared: dict[Any, Any]) -> list[Capture | None]:
@@ -277,7 +277,7 @@ def obstacle(weights: WeightGroup) -> str | None:
         return f"there are no CUDA graphs on the device of its weights, {weights.steps.device}"
     if weights.is_shared:
         return "processes share a weight"
-    if weights.masters and weights.rows:
+    if weights.masters and weights._rows:
         return "a weight in half precision has plain rows"
     return None
 

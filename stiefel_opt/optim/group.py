@@ -18,13 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import (
-    address_for,
-    has_values,
-    index_on,
-    is_cpu,
-    working_dtype,
-)
+from stiefel_opt.numerics.device import address_for, has_values, index_on, is_cpu, working_dtype
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.blocks import (
     Weight,
@@ -58,7 +52,7 @@ from stiefel_opt.optim.torch_rules import Group
 MANY_STEPS: Final = 100
 _LONG: Final = math.pi / 4
 # Rounding in X'X and X'U is measured and removed once in so many steps.
-CORRECTION_PERIOD: Final = 8
+_CORRECTION_PERIOD: Final = 8
 _LAST_COUNT: Final = 2.0**24  # float32 counts no further
 
 # Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
@@ -136,33 +130,31 @@ class WeightGroup:
         values = [weight.moving() for weight in weights]
         stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
-        self.rows = plain_rows_of(weights, values)
+        self._rows = plain_rows_of(weights, values)
         # what moves, if it is the parameters; masters and shards are looked up in every step
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
         self._is_forgotten = False
         self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
         # the step under way: gradients, places of weights that stay, and a mask of those that move
-        self.grads: list[Tensor | None] = []
-        self.staying: set[int] = set()
+        self._grads: list[Tensor | None] = []
+        self._staying: set[int] = set()
         self._ok: Tensor | None = None
         self.is_judged, self.is_traced = True, False
-        # of a captured step: a mask of the weights with a gradient, and whether rounding is removed
-        self.present: Tensor | None = None
-        self.is_due: bool | None = None
+        self.is_due: bool | None = None  # whether a captured step removes rounding
         # indices of weights with unsafe gradients or overflow; empty where reading would wait
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
         # versions and addresses of the parameters: now, and after our last write
-        self.now = self._look()
+        self._now = self._look()
         self._seen = [-1] * len(weights), [-1] * len(weights)
-        self.changed: set[int] = set()  # places that somebody else has written to
+        self._changed: set[int] = set()  # places that somebody else has written to
         self._numbers: float | Tensor = 0.0
 
     def _find_joint(self) -> list[int]:
         """Return the places of weights that no single batch can judge."""
         batches = Counter(place for batch in self.batches for place in batch.places)
-        with_rows = {weight.place for weight, _ in self.rows}
+        with_rows = {weight.place for weight, _ in self._rows}
         return [
             weight.place
             for weight in self.weights
@@ -175,7 +167,7 @@ class WeightGroup:
         changed += [whole for whole, _ in self.masters]
         for batch in self.batches:
             changed += list(batch.state.values())
-        for _, states in self.rows:
+        for _, states in self._rows:
             changed += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return changed
 
@@ -190,10 +182,10 @@ class WeightGroup:
         """Say whether this was built of these parameters and of the tensors in ``states``."""
         if self._is_forgotten or not self.views.are_intact(states):
             return False
-        self.now = self._look()
-        return self.now[1] == self._seen[1] or all(
+        self._now = self._look()
+        return self._now[1] == self._seen[1] or all(
             seen == now or weight.is_same()
-            for seen, now, weight in zip(self._seen[1], self.now[1], self.weights, strict=True)
+            for seen, now, weight in zip(self._seen[1], self._now[1], self.weights, strict=True)
         )
 
     def angles(self) -> dict[Tensor, float]:
@@ -236,28 +228,28 @@ class WeightGroup:
 
         Returns: The parameters written to from outside; writes of a compiled graph are ignored.
         """
-        self.grads = grads
+        self._grads = grads
         if self.is_shared:
-            self.grads = [
+            self._grads = [
                 grad if grad is None or weight.shards is None else weight.shards.local(grad)
                 for weight, grad in zip(self.weights, grads, strict=True)
             ]
-        self.staying = set()
+        self._staying = set()
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
-            self.staying = {place for place, grad in enumerate(grads) if grad is None}
+            self._staying = {place for place, grad in enumerate(grads) if grad is None}
         self.unsafe, self.overflowed, self._ok = [], [], None
-        self.changed, self.is_traced = set(), in_graph
-        if self.now != self._seen:
-            now, seen = (list(zip(*look, strict=True)) for look in (self.now, self._seen))
-            self.changed = {
+        self._changed, self.is_traced = set(), in_graph
+        if self._now != self._seen:
+            now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
+            self._changed = {
                 place
                 for place in range(len(now))
                 if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
         self.is_judged = self.reads or self.is_shared or nonfinite != "skip"
         if self.is_judged and (nonfinite != "ignore" or self.is_shared):
-            self.judge(nonfinite)
-        return [self.parameters[place] for place in sorted(self.changed - self.staying)]
+            self._judge(nonfinite)
+        return [self.parameters[place] for place in sorted(self._changed - self._staying)]
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
@@ -272,39 +264,39 @@ class WeightGroup:
         local = map(_VERSION, map(local_part, self.parameters))
         return list(map(operator.add, own, local))
 
-    def judge(self, nonfinite: str) -> None:
+    def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
-        # on a CPU each batch judges the others
-        places = self._joint if self.reads and nonfinite == "skip" else self._everywhere
-        if not places:
-            return
-        present = [place for place in places if place not in self.staying]
+        places = list(range(len(self.weights)))
+        if self.reads and nonfinite == "skip":  # each batch judges the others
+            if not self._joint:
+                return
+            places = self._joint
+        present = [place for place in places if place not in self._staying]
         ok = torch.ones(len(self.weights), dtype=torch.bool, device=self.steps.device)
         kinds: dict[torch.dtype, list[int]] = {}
         if nonfinite != "ignore":
             for place in present:
-                kinds.setdefault(self.grads[place].dtype, []).append(place)  # type: ignore[union-attr]
+                kinds.setdefault(self._grads[place].dtype, []).append(place)  # type: ignore[union-attr]
         for dtype, members in kinds.items():
-            lengths = _lengths_of([self.grads[place] for place in members])  # type: ignore[misc]
+            lengths = _lengths_of([self._grads[place] for place in members])  # type: ignore[misc]
             safe = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
             ok = safe if members == self._everywhere else ok.index_copy(0, self._at(members), safe)
-        ok = ok if self.present is None else ok & self.present
         if self.is_shared:
             ok = self._agreed(ok)
         if not self.reads:
             self._ok = ok if nonfinite == "skip" else None
         if self.reads or nonfinite == "raise":
             self.unsafe = [place for place in present if not ok[place]] if not ok.all() else []
-            self.staying.update(self.unsafe)
+            self._staying.update(self.unsafe)
 
     def _agreed(self, ok: Tensor) -> Tensor:
         """All-reduce (MIN) three flags over processes: safe, not written to, no overflow before."""
-        present = [place for place in range(len(self.weights)) if place not in self.staying]
+        present = [place for place in range(len(self.weights)) if place not in self._staying]
         for shards, places in self._layouts(present):
-            same = torch.tensor([place not in self.changed for place in places], device=ok.device)
+            same = torch.tensor([place not in self._changed for place in places], device=ok.device)
             flags = torch.cat([ok[places], same, self._unreported[places] == 0])
             ok[places], same, sound = shards.agree(flags).tensor_split(3)
-            self.changed.update(itertools.compress(places, (~same).tolist()))
+            self._changed.update(itertools.compress(places, (~same).tolist()))
             self.overflowed += itertools.compress(places, (~sound).tolist())
         if self.overflowed:
             self.skipped[self.overflowed] += 1
@@ -317,15 +309,15 @@ class WeightGroup:
         """Move the parameters that have a gradient, count the step; return who always turns far."""
         for batch in self.batches:
             batch.last = None
-        if len(self.staying) == len(self.weights):
+        if len(self._staying) == len(self.weights):
             self.skipped[self.unsafe] += 1
-            self.grads = []
+            self._grads = []
             return []
         if not self.is_judged:  # nobody reads the verdict before the step
-            self.judge(options.nonfinite)
+            self._judge(options.nonfinite)
         values = self._values or [weight.moving() for weight in self.weights]
         lr = options.lr
-        if self.changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
+        if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
             lr, options = 0.0, options._replace(lr=0.0)  # nothing is projected
         for whole, members in self.masters:
             follow_(whole, torch.stack([weight.local() for weight in members]))
@@ -340,17 +332,17 @@ class WeightGroup:
                     continue
                 unsafe, overflowed = take_step(task)
                 self.unsafe += unsafe
-                self.staying.update(unsafe)
+                self._staying.update(unsafe)
                 if overflowed is not None:
                     overflows.append((task.places, overflowed))
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
-            if self.rows and self.is_due is None:
-                move_rows_of(self, values, options.move_rows)
+            if self._rows and self.is_due is None:
+                _move_rows(self, values, options.move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
-            self._finish(values, moved - self.staying, isinstance(lr, Tensor) or lr != 0)
+            self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
         if overflows:
             self._count(overflows, options.nonfinite)
         return turning
@@ -368,8 +360,8 @@ class WeightGroup:
     ) -> Task | None:
         """Return the step of a batch; None if none of its weights moves."""
         places, chosen = batch.places, None
-        if self.staying and not self.staying.isdisjoint(places):
-            chosen = [i for i, place in enumerate(places) if place not in self.staying]
+        if self._staying and not self._staying.isdisjoint(places):
+            chosen = [i for i, place in enumerate(places) if place not in self._staying]
             places = [places[i] for i in chosen]
             if not chosen:
                 return None
@@ -380,11 +372,11 @@ class WeightGroup:
             chosen,
             places,
             [values[place] for place in places],
-            [self.grads[place] for place in places],  # type: ignore[misc]
+            [self._grads[place] for place in places],  # type: ignore[misc]
             number,
             None if self._ok is None else batch.of_each(self._of(self._ok, places)),
             is_due,
-            bool(self.changed) and not self.changed.isdisjoint(places),
+            bool(self._changed) and not self._changed.isdisjoint(places),
             done,
         )
 
@@ -403,7 +395,7 @@ class WeightGroup:
         numbers = self._of(self._numbers, places)
         if not self.reads:
             batch.begun += 1
-            is_due = batch.begun % CORRECTION_PERIOD == 0
+            is_due = batch.begun % _CORRECTION_PERIOD == 0
             return batch.of_each(numbers), is_due if self.is_due is None else self.is_due
         each = set(numbers.tolist())
         is_due = any(map(_is_due, each))
@@ -432,7 +424,7 @@ class WeightGroup:
                 new_skipped = self.skipped.index_add(0, index, lost[index])
         elif ok is not None:
             new_steps = self.steps + ok
-            new_skipped = self.skipped + (~ok if self.present is None else ~ok & self.present)
+            new_skipped = self.skipped + ~ok
         if self.unsafe:
             new_skipped = self.skipped.clone() if new_skipped is None else new_skipped
             new_skipped[self.unsafe] += 1
@@ -443,8 +435,8 @@ class WeightGroup:
             self._write(written, new_steps, new_skipped)
             raise
         if is_written:
-            self.remember_written(moved)
-        self.grads = []
+            self._remember_what_was_written(moved)
+        self._grads = []
 
     def _write(
         self, values: list[Tensor], new_steps: Tensor | float, new_skipped: Tensor | None
@@ -455,7 +447,7 @@ class WeightGroup:
                 torch._foreach_copy_([w.parameter for w in members], list(whole.unbind()))
         if self.is_shared:
             for weight, value in zip(self.weights, values, strict=False):
-                if weight.shards is not None and weight.place not in self.staying:
+                if weight.shards is not None and weight.place not in self._staying:
                     weight.shards.write(weight.parameter, value)
         if isinstance(new_steps, float):
             self.steps.fill_(new_steps)
@@ -464,15 +456,15 @@ class WeightGroup:
         if new_skipped is not None:
             self.skipped.copy_(new_skipped)
 
-    def remember_written(self, moved: set[int]) -> None:
+    def _remember_what_was_written(self, moved: set[int]) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
-        earlier, self._seen = self._seen, (self._versions(), list(self.now[1]))
-        staying = self.staying
+        earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
+        staying = self._staying
         if len(moved) < len(self.weights):
             staying = staying | set(range(len(self.weights))).difference(moved)
         # the look has waited already
-        if self._ok is not None and self.changed and has_values(self._ok):
-            staying = staying | {place for place in self.changed if not self._ok[place]}
+        if self._ok is not None and self._changed and has_values(self._ok):
+            staying = staying | {place for place in self._changed if not self._ok[place]}
         for place in staying:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
@@ -480,17 +472,17 @@ class WeightGroup:
 
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
-    return number % CORRECTION_PERIOD == 0 or number > _LAST_COUNT
+    return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
 
 
-def move_rows_of(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:
+def _move_rows(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:
     """Move the plain rows of parameters that are constrained in part, by the plain rule."""
-    moving = [pair for pair in weights.rows if pair[0].place not in weights.staying]
+    moving = [pair for pair in weights._rows if pair[0].place not in weights._staying]
     parameters: list[Tensor] = []
     grads: list[Tensor] = []
     states: list[StateDict] = []
     for weight, own in moving:
-        grad: Tensor = weights.grads[weight.place]  # type: ignore[assignment]
+        grad: Tensor = weights._grads[weight.place]  # type: ignore[assignment]
         split, value = weight.local_manifold.plain_parts, values[weight.place]
         parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
         if not weights.reads:  # a kernel takes one verdict for all that it moves
