@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.numerics.device import Reader, finest_dtype, numbers_on
+from stiefel_opt.numerics.device import NO_HINT, Hint, Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
@@ -292,7 +292,8 @@ def _bounds(
         sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
         known = reader.numbers(("length",), sizes, (1.0,))[0] ** 0.5
         return rows, min(max(known, _LEAST), _MOST)
-    known = reader.numbers(tuple(names), rows, tuple(units))[0] ** 0.5 * share
+    hint = Hint((_SHORT / _MARGIN) ** 2 * units[0], 4 if isinstance(lr, Tensor) else 0)
+    known = reader.numbers(tuple(names), rows, tuple(units), (hint,))[0] ** 0.5 * share
     return rows, min(max(_MARGIN * known, _SHORT), _MOST)
 
 
@@ -390,14 +391,18 @@ class _PrefixedReader(Reader):
         self.is_exact, self._reader, self.steepest = reader.is_exact, reader, reader.steepest
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        return self._reader.number("coupling " + name, value)
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
+        return self._reader.number("coupling " + name, value, hint)
 
     @override
     def numbers(
-        self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
     ) -> Sequence[float]:
-        return self._reader.numbers(tuple("coupling " + name for name in names), rows, units)
+        return self._reader.numbers(tuple("coupling " + n for n in names), rows, units, hints)
 
 
 def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _MOST) -> float:
@@ -408,9 +413,11 @@ def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: floa
     """
     if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
         return most
-    known = _MARGIN * reader.number("length", value)
+    scale = _MARGIN
     if not isinstance(lr, Tensor):  # it may be another than in the step before
-        known *= lr * lr
+        scale *= lr * lr
+    hint = Hint(_SHORT / max(scale, 1e-300), 2 if isinstance(lr, Tensor) else 0)
+    known = scale * reader.number("length", value, hint)
     return min(most, max(_SHORT, known)) if known == known else most
 
 

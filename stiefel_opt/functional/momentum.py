@@ -201,8 +201,9 @@ def adam(
     eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
     is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
-    if is_plain and isinstance(state, Packed) and not isinstance(most, Tensor):
-        options = betas, root * eps, most, nesterov
+    is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
+    if is_plain and is_one and isinstance(state, Packed):
+        options = betas, eps, nesterov, root, most
         room, ahead, judged = _moments_at_once(X, G, S, state, options, reader)
         parts = ahead[NORMAL], room[NORMAL], ahead[SKEW], room[SKEW]
         flat = ahead.flat
@@ -419,7 +420,7 @@ def _moments_at_once(
     G: Tensor,
     S: Tensor,
     state: Packed,
-    options: tuple[tuple[float, float], Any, float, bool],
+    options: tuple[tuple[float, float], float, bool, Any, Any],
     reader: Reader,
 ) -> tuple[Packed, Packed, Tensor | None]:
     """Return the new moments of the skew and the normal part, what they give, and a judgement.
@@ -427,7 +428,8 @@ def _moments_at_once(
     As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
     forgets what is not finite, and such a force makes no long step: its size is judged.
     """
-    betas, eps, most, nesterov = options
+    betas, eps, nesterov = options[:3]
+    root, most = (n.view(1) if isinstance(n, Tensor) else n for n in options[3:])
     room, force, judged = state.like(), state.like(SKEW, NORMAL), None
     skew_force(S, METRICS["canonical"], force[SKEW])
     add_product_into(force[NORMAL], G, X, S)
@@ -443,7 +445,7 @@ def _moments_at_once(
     if _LARGEST[0] in state:
         largest = room.span(*_LARGEST)
         second = torch.maximum(state.span(*_LARGEST), second, out=largest)
-    denominator = torch.sqrt(second).add_(eps)
+    denominator = torch.sqrt(second).add_(root, alpha=eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
     if nesterov:

@@ -32,6 +32,7 @@ from stiefel_opt.functional.learned_scale import (
 )
 from stiefel_opt.numerics.device import (
     Fixed,
+    Hint,
     Lagged,
     Now,
     Reader,
@@ -595,7 +596,7 @@ def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
         reader = Fixed()
         reader.steepest = 0.1 * most  # rounding is removed once
         return reader
-    known = reader.steepness = reader.known("norm")
+    known = reader.steepness = reader.known("norm", Hint(_STEEP))
     reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
     return reader
 
@@ -698,7 +699,7 @@ def _corrections_after(length: Length | Tensor | float, steepness: float, reader
         return 1
     if isinstance(length, Tensor):
         largest = length
-        length = reader.number("length of a step", lambda: largest)
+        length = reader.number("length of a step", lambda: largest, Hint(1.0))
     if not isinstance(length, Length):
         return int(not length <= 1)
     if steepness > _VERY_STEEP:
@@ -731,8 +732,9 @@ def _steepness(
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
     is_sent = isinstance(reader, Lagged) and length.bound is not None and length.step is None
-    bound = reader.steepness if is_sent else reader.number("norm", lambda: norm() * abs(step))
+    hint, sizes = Hint(_STEEP), lambda: norm() * abs(step)
+    bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
     if bound <= _STEEP:
         reader.forget("stretch")
         return 0.0
-    return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step)))
+    return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step), hint))

@@ -153,6 +153,8 @@ class WeightGroup:
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
+        self.is_judged, self.is_traced = True, False
+        self.is_due: bool | None = None  # whether a captured step removes rounding
         # indices of weights with unsafe gradients or overflow; empty where reading would wait
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
@@ -251,7 +253,7 @@ class WeightGroup:
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             self._staying = {place for place, grad in enumerate(grads) if grad is None}
         self.unsafe, self.overflowed, self._ok = [], [], None
-        self._changed = set()
+        self._changed, self.is_traced = set(), in_graph
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
@@ -259,7 +261,8 @@ class WeightGroup:
                 for place in range(len(now))
                 if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
-        if nonfinite != "ignore" or self.is_shared:
+        self.is_judged = self.reads or self.is_shared or nonfinite != "skip"
+        if self.is_judged and (nonfinite != "ignore" or self.is_shared):
             self._judge(nonfinite)
         return [self.parameters[place] for place in sorted(self._changed - self._staying)]
 
@@ -325,6 +328,8 @@ class WeightGroup:
             self.skipped[self.unsafe] += 1
             self._grads = []
             return []
+        if not self.is_judged:  # nobody reads the verdict before the step
+            self._judge(options.nonfinite)
         values = self._values or [weight.moving() for weight in self.weights]
         lr = options.lr
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
@@ -348,7 +353,7 @@ class WeightGroup:
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
-            if self._rows:
+            if self._rows and self.is_due is None:
                 _move_rows(self, values, options.move_rows)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
@@ -407,6 +412,7 @@ class WeightGroup:
         if not self.reads:
             batch.begun += 1
             is_due = batch.begun % _CORRECTION_PERIOD == 0
+            is_due = is_due if self.is_due is None else self.is_due
             if not is_whole:
                 batch.lagged.part()
             steps = self._of(self.steps, places)
@@ -494,7 +500,7 @@ class WeightGroup:
         elif counts is not None:
             self._counts.copy_(counts)
 
-    def _remember_what_was_written(self, moved: set[int], gained: Tensor | None) -> None:
+    def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
         earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
         staying = self._staying

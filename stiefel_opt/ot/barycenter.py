@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.errors import check_flag, check_integer, check_range, fail, users_level
+from stiefel_opt.errors import (
+    ProgressBar,
+    check_flag,
+    check_integer,
+    check_range,
+    fail,
+    users_level,
+)
 from stiefel_opt.ot.clouds import read_cloud, read_clouds, read_shares, written_like
 from stiefel_opt.ot.exact import exact_plan
 from stiefel_opt.ot.projection import projection_robust_wasserstein
-from stiefel_opt.tools import ProgressBar
 
 _ROUGH: Final = {"max_iter": 20, "tol": 1e-2}  # of the projections on the way
 

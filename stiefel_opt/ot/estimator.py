@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import check_flag, check_integer, check_range, fail
+from stiefel_opt.errors import ProgressBar, check_flag, check_integer, check_range, fail, imported
 from stiefel_opt.ot.clouds import read_clouds, read_projection
 from stiefel_opt.ot.exact import exact_plan, projected_wasserstein
 from stiefel_opt.ot.projection import PRWResult, projection_robust_wasserstein
-from stiefel_opt.tools import ProgressBar, imported
 
 _PACKAGE: Final = "'scikit-learn>=1.6'"
 _base = imported("sklearn.base", _PACKAGE)
@@ -192,10 +191,11 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
     ) -> tuple[float, float]:
         """Return a bootstrap interval for the value on fresh points of the same laws and numbers.
 
-        That is ``score`` of the fitted projection, without the optimism of ``value_``. A resampled
-        cloud is to the cloud as the cloud to its law: quantiles of the values of resampled clouds
-        are reflected about ``value_``. Their optimism comes off with it, so that the interval need
-        not contain ``value_``.
+        That is the ``score`` of the fitted projection, without the optimism of ``value_``. A
+        resampled cloud is to the cloud as the cloud to its law: quantiles of the values of
+        resampled clouds are reflected about ``value_``. Their optimism comes off with it, so that
+        the interval need not contain ``value_``. With few points it covers less often than
+        ``level`` where the farthest ones carry the value, as between laws of different spread.
 
         Args:
             X, y, Y: As in ``fit``.

@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import check_integer, fail
+from stiefel_opt.errors import check_integer, fail, imported
 from stiefel_opt.ot.clouds import Clouds, read_clouds, read_projection
-from stiefel_opt.tools import imported
 
 PIVOTS: Final = 1_000_000
 

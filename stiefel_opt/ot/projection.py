@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.errors import check_flag, check_integer, check_range, fail, users_level
+from stiefel_opt.errors import (
+    ProgressBar,
+    check_flag,
+    check_integer,
+    check_range,
+    fail,
+    users_level,
+)
 from stiefel_opt.numerics import random_point
 from stiefel_opt.ot.ascent import ACCEPTED_ERROR, Ascent, Iteration, OptimizerFactory
 from stiefel_opt.ot.clouds import Clouds, read_clouds, read_projection
 from stiefel_opt.ot.entropic import EntropicTransport
-from stiefel_opt.tools import ProgressBar
 
 # In units of the mean squared distance under the first projection.
 _DEFAULT_REG: Final = 0.02

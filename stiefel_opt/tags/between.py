@@ -230,7 +230,8 @@ def mean(
     parts = [reading.parts(each) for each in listed]
     values = []
     for index, own in enumerate(zip(*parts, strict=True)):
-        stack = torch.stack([_points(each, reading, index, "points") for each in own])
+        matrices = [widened(reading.matrices(each, index)) for each in own]
+        stack = _on_manifold(torch.stack(matrices) / reading.scale, "points")
         _check_component(stack[:1].expand_as(stack), stack)
         with exact_products(stack):
             found = geodesics.barycentre(stack, shares.to(stack.dtype), beta)
@@ -280,7 +281,11 @@ def _check_scale(reading: Stiefel) -> None:
 
 def _points(part: Tensor, reading: Stiefel, index: int, name: str) -> Tensor:
     """Return the tall matrices of a part, without scale, on the manifold; raise if they are off."""
-    matrices = widened(reading.matrices(part, index)) / reading.scale
+    return _on_manifold(widened(reading.matrices(part, index)) / reading.scale, name)
+
+
+def _on_manifold(matrices: Tensor, name: str) -> Tensor:
+    """Return the nearest points without rounding; raise for matrices that are off."""
     error = values_of(gram_error(matrices.detach()))
     is_near = error is not None and bool((error <= _NEAR).all())
     if error is not None and not is_near and bool((off := ~(error <= FAR)).any()):

@@ -124,7 +124,7 @@ class Stiefel:
         heads = list(self.heads) if isinstance(self.heads, tuple) else self.heads
         data = dict(vars(self), heads=heads, rows=ranges)
         for name in ("determinant", "row_dims", "column_dims"):
-            if (value := data.pop(name)) is not None:  # else as in readings saved before it existed
+            if (value := data.pop(name, None)) is not None:  # else as before it existed
                 data[name] = list(value) if isinstance(value, tuple) else value
         return data
 
@@ -260,7 +260,7 @@ class Stiefel:
     def _unfolded(self, part: Tensor, lead: int) -> Tensor:
         """Return ``(..., n, m)``: the batch first, rows and columns joined; a view if it can be."""
         dims, order = self._order(part.ndim, lead)
-        if order != sorted(order):
+        if order != list(range(part.ndim)):
             part = part.permute(order)
         if len(dims.rows) == len(dims.columns) == 1:
             return part
@@ -272,9 +272,9 @@ class Stiefel:
         """Undo :meth:`_unfolded`: always a view of what lies in memory matrix by matrix."""
         _, order = self._order(len(shape), lead)
         tensor = matrices.reshape([shape[dim] for dim in order])
-        if order == sorted(order):
+        if order == list(range(len(shape))):
             return tensor
-        return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+        return tensor.permute([order.index(dim) for dim in range(len(shape))])
 
     def _order(self, ndim: int, lead: int) -> tuple[Dims, list[int]]:
         """Return the dimensions behind the first ``lead`` ones, and the order that joins them."""
@@ -311,8 +311,7 @@ class Stiefel:
 
     def is_in_order(self, ndim: int) -> bool:
         """Say whether a contiguous tensor has one matrix behind the other in memory, as stored."""
-        order = self._order(ndim, 0)[1]
-        return order == sorted(order)
+        return self._order(ndim, 0)[1] == list(range(ndim))
 
     def is_alike(self, shape: torch.Size, other: torch.Size) -> bool:
         """Say whether tensors of both shapes have equal matrices, where the batch may broadcast."""
@@ -348,7 +347,7 @@ class Stiefel:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
         row_count, column_count = self.size(shape)
         words, dims = [], self.dims(len(shape))
-        lead = math.prod(shape[dim] for dim in dims.batch)
+        lead = math.prod([shape[dim] for dim in dims.batch])
         for start, stop, heads in self._spans(row_count):
             height = (stop - start) // heads
             kind = "rows" if height < column_count else "columns"
@@ -373,7 +372,7 @@ class Stiefel:
 
     def count(self, shape: torch.Size | tuple[int, ...]) -> int:
         """Return how many matrices a tensor of ``shape`` holds."""
-        lead = math.prod(shape[dim] for dim in self.dims(len(shape)).batch)
+        lead = math.prod([shape[dim] for dim in self.dims(len(shape)).batch])
         return lead * sum(self._heads())
 
     def _ranges(self) -> Ranges:
@@ -393,7 +392,8 @@ class Stiefel:
         if self._is_plain():
             return shape[-2], shape[-1]
         _, rows, columns = self.dims(len(shape))
-        return math.prod(shape[dim] for dim in rows), math.prod(shape[dim] for dim in columns)
+        # lists: torch.compile does not trace a product over a generator
+        return math.prod([shape[dim] for dim in rows]), math.prod([shape[dim] for dim in columns])
 
     def _names_dims(self) -> bool:
         return self.row_dims is not None or self.column_dims is not None
