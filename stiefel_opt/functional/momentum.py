@@ -132,12 +132,7 @@ def sgd(
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
     if isinstance(state, Packed) and FACTOR in state and a == METRICS["canonical"]:
-        weights = numbers_on(S, -momentum / 2, -momentum).view(2, 1, 1, 1)
-        less_Z, less_N = torch.addcmul(S, state.runs()[0][:2], weights)
-        room = state.like()
-        new_Z = torch.sub(less_Z.mH, less_Z, out=room[SKEW])  # mu Z + S' - S
-        old = state[UNPROJECTED], state[FACTOR]
-        return _step_unprojected(X, G, S, *old, room, new_Z, lr, momentum, less_N, sums, reader)
+        return _step_packed(X, G, S, state, lr, momentum, sums, reader)
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
@@ -230,6 +225,29 @@ def adam(
 
 
 # ---- the normal momentum of SGD, not projected ---------------------------------------------------
+
+
+def _step_packed(
+    X: Tensor,
+    G: Tensor,
+    S: Tensor,
+    state: Packed,
+    lr: Scalar,
+    momentum: float,
+    sums: Sums,
+    reader: Reader,
+) -> Move:
+    """The same at the canonical metric, with new state in memory of one piece."""
+    if reader.is_exact:
+        less_Z = torch.sub(S, state[SKEW], alpha=momentum / 2)
+        less_N = torch.sub(S, state[OVERLAP], alpha=momentum)
+    else:  # both by one call
+        weights = numbers_on(S, -momentum / 2, -momentum).view(2, 1, 1, 1)
+        less_Z, less_N = torch.addcmul(S, state.runs()[0][:2], weights)
+    room = state.like()
+    new_Z = torch.sub(less_Z.mH, less_Z, out=room[SKEW])  # mu Z + S' - S
+    old = state[UNPROJECTED], state[FACTOR]
+    return _step_unprojected(X, G, S, *old, room, new_Z, lr, momentum, less_N, sums, reader)
 
 
 def _step_unprojected(

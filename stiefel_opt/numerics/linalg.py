@@ -388,7 +388,8 @@ def identity_for(matrix: Tensor) -> Tensor:
 
 
 def _is_large(matrix: Tensor) -> bool:
-    return matrix.size(-1) > (MEDIUM if is_cpu(matrix) else _KEPT_ELSEWHERE)
+    size = matrix.size(-1)
+    return size > MEDIUM and (size > _KEPT_ELSEWHERE or is_cpu(matrix))
 
 
 def _identity(matrix: Tensor) -> Tensor:

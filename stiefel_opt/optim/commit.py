@@ -343,50 +343,24 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
-    unsafe: list[int] = []
-    ok, grad_length, verdict = task.ok, math.inf, None
-    if task.options.nonfinite == "skip":
-        if reader.is_exact:
-            ok, grad_length, unsafe = _judge(grad, task)
-            if len(unsafe) == len(task.places):
-                return unsafe, None
-        elif not batch.is_joint and batch.bounded_by is not task.options.rule:
-            lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
-            verdict = lengths <= LARGEST_SAFE[grad.dtype]
-            ok = batch.of_each(verdict)
+    ok, grad_length, unsafe, verdict = _judge(grad, task, reader)
+    if len(unsafe) == len(task.places):
+        return unsafe, None
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
-    batch.bounded_by = None
-    if isinstance(length, Length) and length.bound is not None and not reader.is_exact:
-        batch.bounded_by = task.options.rule
-        if task.options.nonfinite != "ignore":
-            ok, verdict = _sound(length.bound, ok, verdict, task)
+    is_bounded = isinstance(length, Length) and length.bound is not None and not reader.is_exact
+    batch.bounded_by = task.options.rule if is_bounded else None
+    if is_bounded and task.options.nonfinite != "ignore":
+        ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
     is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
 
     def write() -> None:
-        if isinstance(new, Packed) and isinstance(batch.state, Packed):
-            whole = batch.state.flat
-            if ok is None:
-                whole.copy_(new.flat)
-            elif ok.numel() == 1:
-                torch.where(ok.view(1), new.flat, whole, out=whole)
-            else:
-                for run, old in zip(new.runs(), batch.state.runs(), strict=True):
-                    torch.where(ok, run, old, out=old)
-        elif new and index is None and ok is None:
-            torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
-        else:
-            for name, tensor in new.items():
-                whole, old = batch.state[name], state[name]  # a rule may return a wider dtype
-                if index is None:
-                    torch.where(ok, tensor.to(old.dtype), old, out=whole)  # type: ignore[arg-type]
-                else:  # what is written has no name, so that it is freed at once
-                    whole[index] = (tensor if ok is None else torch.where(ok, tensor, old)).to(old)
+        _write_state(batch.state, new, state, index, ok)
         if is_moving:
             batch.write(task.tensors, new_X, chosen, stored, ok)
         moved = [place for place in task.places if place not in unsafe] if unsafe else task.places
@@ -403,6 +377,30 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     is_long = reader.is_exact and isinstance(length, Length) and length.limit > 1
     batch.long_steps = batch.long_steps + 1 if is_long else 0
     return unsafe, overflowed
+
+
+def _write_state(
+    whole: Tensors, new: Tensors, old: Tensors, index: Tensor | None, ok: Tensor | None
+) -> None:
+    """Write the new state of the matrices of an index, as far as they are ``ok``; None: all."""
+    if isinstance(new, Packed) and isinstance(whole, Packed):
+        if ok is None:
+            whole.flat.copy_(new.flat)
+        elif ok.numel() == 1:
+            torch.where(ok.view(1), new.flat, whole.flat, out=whole.flat)
+        else:
+            for run, before in zip(new.runs(), whole.runs(), strict=True):
+                torch.where(ok, run, before, out=before)
+    elif new and index is None and ok is None:
+        torch._foreach_copy_([whole[name] for name in new], list(new.values()))
+    else:
+        for name, tensor in new.items():
+            before = old[name]  # a rule may return a wider dtype
+            if index is None:
+                torch.where(ok, tensor.to(before.dtype), before, out=whole[name])  # type: ignore[arg-type]
+            else:  # what is written has no name, so that it is freed at once
+                kept = tensor if ok is None else torch.where(ok, tensor, before)
+                whole[name][index] = kept.to(before)
 
 
 def _new_point(
@@ -528,16 +526,28 @@ def _sound(
     return task.batch.of_each(verdict), verdict
 
 
-def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
-    """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights."""
-    length, limit = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
-    if length <= limit:  # False for NaN
-        return task.ok, length, []
+def _judge(
+    grad: Tensor, task: Task, reader: Reader
+) -> tuple[Tensor | None, float, list[int], Tensor | None]:
+    """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights.
+
+    Off a CPU, where the rule does not bound its steps, a mask also by weight in place of these.
+    """
+    batch, limit = task.batch, LARGEST_SAFE[grad.dtype]
+    is_bounded = batch.is_joint or batch.bounded_by is task.options.rule
+    if task.options.nonfinite != "skip" or (is_bounded and not reader.is_exact):
+        return task.ok, math.inf, [], None
+    if reader.is_exact:
+        length = float(torch.linalg.vector_norm(grad))
+        if length <= limit:  # False for NaN
+            return task.ok, length, [], None
     lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
     safe = lengths <= limit
+    if not reader.is_exact:
+        return batch.of_each(safe), math.inf, [], safe
     length = float(torch.linalg.vector_norm(lengths[safe]))
     unsafe = list(itertools.compress(task.places, (~safe).tolist()))
-    return task.batch.of_each(safe), length, unsafe
+    return batch.of_each(safe), length, unsafe, None
 
 
 def _on_manifold(

@@ -336,7 +336,10 @@ class WeightGroup:
             lr, options = 0.0, options._replace(lr=0.0)  # nothing is projected
         for whole, members in self.masters:
             follow_(whole, torch.stack([weight.local() for weight in members]))
-        self._numbers = self._next_numbers() if self.reads else None
+        if self.reads:
+            counts = self.steps.tolist()
+            is_one = min(counts) == max(counts)
+            self._numbers = float(counts[0] + 1.0) if is_one else self.steps + 1.0
         moved: Moved = {}
         turning: list[Tensor] = []
         overflows: list[tuple[list[int], Tensor]] = []
@@ -381,7 +384,7 @@ class WeightGroup:
             places = [places[i] for i in chosen]
             if not chosen:
                 return None
-        number, is_due = self._number(batch, places, is_whole=chosen is None)
+        number, is_due = _number(self, batch, places, options.rule)
         return Task(
             batch,
             options,
@@ -397,35 +400,6 @@ class WeightGroup:
             bool(self._changed) and not self._changed.isdisjoint(places),
             done,
         )
-
-    def _next_numbers(self) -> float | Tensor:
-        """Return the number of this step for each parameter, or a single one if all are equal."""
-        counts = self.steps.tolist()
-        return float(counts[0] + 1.0) if min(counts) == max(counts) else self.steps + 1.0
-
-    def _number(
-        self, batch: Batch, places: list[int], *, is_whole: bool
-    ) -> tuple[float | Tensor, bool]:
-        """Return the number of this step for a batch, and whether rounding is to be removed."""
-        if isinstance(self._numbers, float):
-            return self._numbers, _is_due(self._numbers)
-        if not self.reads:
-            batch.begun += 1
-            is_due = batch.begun % _CORRECTION_PERIOD == 0
-            is_due = is_due if self.is_due is None else self.is_due
-            if not is_whole:
-                batch.lagged.part()
-            steps = self._of(self.steps, places)
-            reader = reader_for(self.steps, batch.lagged)
-            same = reader.same("step", steps) if is_whole else None
-            if same is None:
-                return batch.of_each(steps + 1.0), is_due
-            reader.keep("step", same + 1.0)
-            return same + 1.0, is_due
-        numbers = self._of(self._numbers, places)  # type: ignore[arg-type]
-        each = set(numbers.tolist())
-        is_due = any(map(_is_due, each))
-        return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
 
     def _count(self, overflows: list[tuple[list[int], Tensor]], nonfinite: str) -> None:
         """Count overflows; those of weights that processes share are reported by the next step."""
@@ -445,8 +419,8 @@ class WeightGroup:
         if None not in done:  # interrupted: what matrices have in common is to be read again
             for batch in self.batches:
                 batch.lagged.part(may_wait=True)
-        counts = self._counted(moved) if self.reads else None
-        gained = None if self.reads else self._gained(moved, done)
+        counts = _counted(self, moved) if self.reads else None
+        gained = None if self.reads else _gained(self, moved, done)
         written = values if is_written else []
         try:
             self._write(written, counts)
@@ -459,32 +433,6 @@ class WeightGroup:
         if is_written:
             self._remember_what_was_written(moved, gained)
         self._grads = []
-
-    def _counted(self, moved: set[int]) -> Tensor | float:
-        """Return the counts of steps, taken and skipped, after this one."""
-        numbers = self._numbers
-        if isinstance(numbers, float) and len(moved) == len(self.weights):
-            return numbers
-        counts = self._counts.clone()
-        counts[0, self._at(sorted(moved))] += 1
-        counts[1, self.unsafe] += 1
-        return counts
-
-    def _gained(self, moved: set[int], done: Moved) -> Tensor:
-        """Return which steps were taken, and which were skipped, ``(2, weights)``; nobody waits."""
-        verdicts = [(places, ok) for places, ok in done.values() if ok is not None]
-        if self._ok is not None:
-            places = [place for place in self._joint if place in moved]
-            verdicts.append((places, self._of(self._ok, places)))
-        kinds = numbers_on(self.steps, 0.0, 1.0).unsqueeze(-1)
-        if len(verdicts) == 1 and verdicts[0][0] == self._everywhere:
-            return verdicts[0][1] != kinds
-        gained = torch.zeros_like(self.steps).index_fill_(0, self._at(sorted(moved)), 1.0)
-        if not verdicts:
-            return gained * (1 - kinds)
-        index = self._at(list(itertools.chain(*(places for places, _ in verdicts))))
-        taken = gained.index_copy(0, index, torch.cat([ok for _, ok in verdicts]).to(gained))
-        return (taken != kinds) & (gained != 0)
 
     def _write(self, values: list[Tensor], counts: Tensor | float | None) -> None:
         """Write ``values``, if there are any, into their parameters; can be repeated."""
@@ -513,6 +461,64 @@ class WeightGroup:
         for place in staying:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
+
+
+def _number(
+    weights: WeightGroup, batch: Batch, places: list[int], rule: Any
+) -> tuple[float | Tensor, bool]:
+    """Return the number of this step for a batch, and whether rounding is to be removed.
+
+    Off a CPU it is a number of the host if all of the batch have it in common, and the host will
+    learn of one that stays: by the bound of its step.
+    """
+    if isinstance(weights._numbers, float):
+        return weights._numbers, _is_due(weights._numbers)
+    if weights._numbers is None:
+        batch.begun += 1
+        is_due = batch.begun % _CORRECTION_PERIOD == 0
+        is_due = is_due if weights.is_due is None else weights.is_due
+        is_told = batch.bounded_by is rule and not batch.is_joint and places == batch.places
+        reader, steps = reader_for(weights.steps, batch.lagged), weights._of(weights.steps, places)
+        if not is_told:
+            batch.lagged.part(may_wait=batch.is_new)
+        same = reader.same("step", steps) if is_told else None
+        if same is None:
+            return batch.of_each(steps + 1.0), is_due
+        reader.keep("step", same + 1.0)
+        return same + 1.0, is_due
+    numbers = weights._of(weights._numbers, places)
+    each = set(numbers.tolist())
+    is_due = any(map(_is_due, each))
+    return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
+
+
+def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
+    """Return the counts of steps, taken and skipped, after this one."""
+    numbers = weights._numbers
+    if isinstance(numbers, float) and len(moved) == len(weights.weights):
+        return numbers
+    counts = weights._counts.clone()
+    counts[0, weights._at(sorted(moved))] += 1
+    counts[1, weights.unsafe] += 1
+    return counts
+
+
+def _gained(weights: WeightGroup, moved: set[int], done: Moved) -> Tensor:
+    """Return which steps were taken, and which were skipped, ``(2, weights)``; nobody waits."""
+    verdicts = [(places, ok) for places, ok in done.values() if ok is not None]
+    if weights._ok is not None:
+        places = [place for place in weights._joint if place in moved]
+        verdicts.append((places, weights._of(weights._ok, places)))
+    kinds = numbers_on(weights.steps, 0.0, 1.0).unsqueeze(-1)
+    if len(verdicts) == 1 and verdicts[0][0] == weights._everywhere:
+        return verdicts[0][1] != kinds
+    present = torch.zeros_like(weights.steps)
+    present.index_fill_(0, weights._at(sorted(moved)), 1.0)
+    if not verdicts:
+        return present * (1 - kinds)
+    index = weights._at(list(itertools.chain(*(places for places, _ in verdicts))))
+    taken = present.index_copy(0, index, torch.cat([ok for _, ok in verdicts]).to(present))
+    return (taken != kinds) & (present != 0)
 
 
 def _is_due(number: float) -> bool:
