@@ -132,7 +132,7 @@ def sgd(
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
     if isinstance(state, Packed) and FACTOR in state and a == METRICS["canonical"]:
-        return _step_packed(X, G, S, state, lr, momentum, sums, reader)
+        return _step_packed(X, G, S, state, state.like(), lr, momentum, sums, reader)
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
@@ -191,19 +191,21 @@ def adam(
         moments corrected for their initialisation at zero.
     """
     reader, a = reader or reader_for(X), metric_parameter(metric)
+    is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     (S,) = sums((X, G))
+    room = force = None
+    if is_plain and isinstance(state, Packed):
+        room, force = state.like(), state.like(SKEW, NORMAL)
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
     eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
-    is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
-    if is_plain and is_one and isinstance(state, Packed):
+    if is_one and isinstance(state, Packed) and room is not None and force is not None:
         options = betas, eps, nesterov, root, most
-        room, ahead, judged = _moments_at_once(X, G, S, state, options, reader)
-        parts = ahead[NORMAL], room[NORMAL], ahead[SKEW], room[SKEW]
-        flat = ahead.flat
+        judged = _moments_at_once(X, G, S, state, room, force, options, reader)
+        parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
         new_X, _, length = advance(
-            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=flat
+            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=ahead
         )
         return new_X, room, length
     minus_f = skew_force(S, a)
@@ -232,6 +234,7 @@ def _step_packed(
     G: Tensor,
     S: Tensor,
     state: Packed,
+    room: Packed,
     lr: Scalar,
     momentum: float,
     sums: Sums,
@@ -244,7 +247,6 @@ def _step_packed(
     else:  # both by one call
         weights = numbers_on(S, -momentum / 2, -momentum).view(2, 1, 1, 1)
         less_Z, less_N = torch.addcmul(S, state.runs()[0][:2], weights)
-    room = state.like()
     new_Z = torch.sub(less_Z.mH, less_Z, out=room[SKEW])  # mu Z + S' - S
     old = state[UNPROJECTED], state[FACTOR]
     return _step_unprojected(X, G, S, *old, room, new_Z, lr, momentum, less_N, sums, reader)
@@ -438,17 +440,19 @@ def _moments_at_once(
     G: Tensor,
     S: Tensor,
     state: Packed,
+    room: Packed,
+    force: Packed,
     options: tuple[tuple[float, float], float, bool, Any, Any],
     reader: Reader,
-) -> tuple[Packed, Packed, Tensor | None]:
-    """Return the new moments of the skew and the normal part, what they give, and a judgement.
+) -> Tensor | None:
+    """Put the new moments into ``room``, and what they give into ``force``; return a judgement.
 
     As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
     forgets what is not finite, and such a force makes no long step: its size is judged.
     """
     betas, eps, nesterov = options[:3]
     root, most = (n.view(1) if isinstance(n, Tensor) else n for n in options[3:])
-    room, force, judged = state.like(), state.like(SKEW, NORMAL), None
+    judged = None
     skew_force(S, METRICS["canonical"], force[SKEW])
     add_product_into(force[NORMAL], G, X, S)
     values = force.flat
@@ -471,7 +475,7 @@ def _moments_at_once(
     else:
         torch.div(first, denominator, out=values)
     values.clamp_(-most, most)
-    return room, force, judged
+    return judged
 
 
 # ---- moments -------------------------------------------------------------------------------------

@@ -439,33 +439,38 @@ def _new_point(
         batch.is_new, batch.is_foreign = False, _is_foreign(rule)
     new_X, new, length = move
     steepness = _steepness(length, lr, grad_length, reader)
-    if reader.is_exact and _VERY_STEEP < steepness < math.inf:
-        most = steepest(X.dtype, batch.row_count)
-        if steepness > most:
-            again = apply(lr=_shorter(length, lr, most))
-            (new_X, new, length), scale = _without_scale(again, scale)
+    is_steep = reader.is_exact and _VERY_STEEP < steepness < math.inf
+    if is_steep and steepness > (most := steepest(X.dtype, batch.row_count)):
+        again = apply(lr=_shorter(length, lr, most))
+        (new_X, new, length), scale = _without_scale(again, scale)
     if fixed:
         new = {**fixed, **new}
-    times = _corrections_after(length, steepness, reader)
-    if task.is_due and isinstance(reader, Lagged):
-        times = max(times, 1)
-    for _ in range(times):
+    is_due = task.is_due and isinstance(reader, Lagged)
+    for _ in range(max(_corrections_after(length, steepness, reader), is_due)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
-        for name, tensor in corrected_state.items():
-            if name in new:
-                new[name].copy_(tensor)
-            else:
-                new = {**new, name: tensor}
+        new = _replaced(new, corrected_state)
     if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         _warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
         overflowed = _overflowed(new_X, sums, ok)
-        new_X = torch.where(overflowed, unscaled, new_X)
-        for name, tensor in new.items():
-            start = batch.declared[name].fill_(torch.empty_like(tensor))
-            torch.where(overflowed, start, tensor, out=tensor)
+        new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
     return _scaled(new_X, scale, stored, overflowed, task), new, length, overflowed
+
+
+def _replaced(new: Tensors, changed: Tensors) -> Tensors:
+    """Return a new state in which some tensors are others; packed, it keeps its memory."""
+    if not isinstance(new, Packed):
+        return {**new, **changed}
+    for name, tensor in changed.items():
+        new[name].copy_(tensor)
+    return new
+
+
+def _restarted(new: Tensors, overflowed: Tensor, batch: Batch) -> Tensors:
+    """Return a new state in which that of some matrices starts again."""
+    starts = {name: batch.declared[name].fill_(torch.empty_like(t)) for name, t in new.items()}
+    return _replaced(new, {n: torch.where(overflowed, starts[n], t) for n, t in new.items()})
 
 
 # ---- before the rule -----------------------------------------------------------------------------
