@@ -93,7 +93,7 @@ def cayley_sgd(
 
     Args:
         X, G, state, lr, step, sums, reader: as in
-            :func:`stiefel_opt.methods.descend`, with T and V of the momentum M <- mu M - G.
+            :func:`stiefel_opt.methods.rgd`, with T and V of the momentum M <- mu M - G.
         momentum, nesterov: mu; whether X moves along mu M - G.
         steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
 

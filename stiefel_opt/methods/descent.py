@@ -57,7 +57,7 @@ from stiefel_opt.optim import (
 from stiefel_opt.tags import Stiefel
 
 
-def descend(
+def rgd(
     X: Tensor,
     G: Tensor,
     state: Mapping[str, Tensor],
@@ -187,4 +187,4 @@ class ProjectedRGD(SGDLike):
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        return self.bound(group, descend, "metric", "retraction")
+        return self.bound(group, rgd, "metric", "retraction")

@@ -37,7 +37,7 @@ from stiefel_opt.optim.tagged import TaggedOptimizer
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
-from stiefel_opt.tags.parameter import note_whole, project_untagged
+from stiefel_opt.tags.parameter import mark_unconstrained, project_untagged
 
 # The learning rate is limited so that its square fits float32; rotations saturate long before.
 _LARGEST_LR: Final = 2.0**50
@@ -85,7 +85,7 @@ class GroupIndex:
         self.weight_groups: list[WeightGroup] = []
         self.captures: list[Capture | None] = []
         self._stiefel = group["stiefel"]
-        note_whole(self._params, self._stiefel is False)
+        mark_unconstrained(self._params, self._stiefel is False)
         self._bind(optimizer, group)
         self.readings = [checks.reading(parameter, group) for parameter in self._params]
         checks.check_shapes(self._params, self.readings, optimizer.param_groups)

@@ -20,7 +20,7 @@ from stiefel_opt.tags.manifold import Stiefel as Stiefel
 from stiefel_opt.tags.manifold import manifold_of as manifold_of
 from stiefel_opt.tags.manifold import reading_by as reading_by
 from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
-from stiefel_opt.tags.parameter import note_whole as note_whole
+from stiefel_opt.tags.parameter import mark_unconstrained as mark_unconstrained
 from stiefel_opt.tags.parameter import recalled as recalled
 from stiefel_opt.tags.parameter import was_released as was_released
 from stiefel_opt.tags.points import check_phase as check_phase

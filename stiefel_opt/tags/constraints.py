@@ -45,7 +45,13 @@ from stiefel_opt.tags.points import (
     reading_of,
     rms_scale,
 )
-from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
+from stiefel_opt.tags.trained import (
+    is_lost,
+    relative_move,
+    turned_over,
+    warn_of_component,
+    warn_of_lost,
+)
 from stiefel_opt.tags.uses import check_uses
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
@@ -241,7 +247,7 @@ def apply_readings(
         if project and has_values(parameter):
             point = nearest(parameter, at_start(reading), name)
             turned += turned_over(name, parameter, reading)
-            share = distance(parameter, point)
+            share = relative_move(parameter, point)
             if share == math.inf:
                 zero.append(name)
             else:

@@ -27,11 +27,11 @@ _OUTLIER: Final = 1.25
 # matrices that were trained in this process.
 _WRITES: Final = 32
 _SMALL: Final = 64  # n below which random matrices may have any singular value
-HARMFUL: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
+LARGE_MOVE: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
 
 
 @torch.no_grad()
-def distance(tensor: Tensor, point: Tensor | None) -> float:
+def relative_move(tensor: Tensor, point: Tensor | None) -> float:
     """Return the distance from ``tensor`` to ``point``, or None for itself, over its norm."""
     if point is None:
         return 0.0
@@ -52,7 +52,7 @@ def _is_written(value: Tensor) -> bool:
 
 def is_lost(value: Tensor, reading: Stiefel, share: float) -> bool:
     """Say whether a move by this share of its length loses what ``value`` has learned."""
-    return share > HARMFUL and looks_trained(value, reading)
+    return share > LARGE_MOVE and looks_trained(value, reading)
 
 
 def check_start(name: str, value: Tensor, reading: Stiefel) -> Callable[[Tensor], None]:
@@ -65,7 +65,7 @@ def check_start(name: str, value: Tensor, reading: Stiefel) -> Callable[[Tensor]
     before = value.detach().clone()
 
     def check(point: Tensor) -> None:
-        if (share := distance(before, point)) > HARMFUL:
+        if (share := relative_move(before, point)) > LARGE_MOVE:
             warn_of_lost([(name, share)])
 
     return check

@@ -22,7 +22,6 @@ Loss = Callable[[Any], Tensor]
 
 _TRIALS: Final = 25  # of one line search
 _FIRST: Final = 0.4  # radians of the first trial of all, a mean over matrices
-_STRAIGHT: Final = 1e-10  # of the slope: a change that counts as no curvature
 _NUDGE: Final = 1e-2  # length of the random move at a stationary start
 _CONVERGED: Final = "the Riemannian gradient is small"
 _ROUNDING: Final = "no lower loss was found along the negative gradient: rounding, or a kink"
@@ -143,8 +142,8 @@ class Descent:
             travelled = max(abs(own * speed) for own, speed in zip(t, path.speeds, strict=True))
             with self._exact():
                 step = direction.new_tensor(t).unsqueeze(1) * direction
-                bent = [
-                    own > 0 and after - before > -_STRAIGHT * before
+                bent = [  # by more than rounding
+                    own > 0 and after - before > -100 * self._eps * before
                     for own, before, after in zip(t, falls, self._slope, strict=True)
                 ]
                 pairs.learn(step, self._gradient - gradient, self._gradient, bent)
