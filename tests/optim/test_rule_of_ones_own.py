@@ -157,6 +157,7 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], dict[str, Any] | None]] = {
     "square": ((5, 5), {}),
     "vector": ((6, 1), {}),
     "batch": ((3, 7, 2), {"flatten": False}),
+    "batch inside": ((7, 3, 2), {"row_dims": 0, "column_dims": 2}),
     "heads": ((6, 8), {"heads": 2}),
     "tall heads": ((12, 2), {"heads": 3}),
     "a range of rows": ((9, 6), {"rows": (2, 6)}),

@@ -563,6 +563,12 @@ def test_a_batch_that_nobody_asked_for_is_told_of_and_the_remedies_end_it() -> N
         so.constrain(so.release(model, "K"), "K", **options)  # type: ignore[arg-type]
     assert so.report(model).notes == ()
     layer = so.constrain(nn.Bilinear(3, 4, 5))  # of a layer of torch it is known
+    experts = nn.ParameterList([nn.Parameter(torch.randn(2, 3, 5)) for _ in range(4)])
+    with pytest.warns(
+        UserWarning, match="^`0` and 3 more are each read as 2 matrices of 3 x 5; if"
+    ):
+        so.constrain(experts, "*")
+    assert str(so.report(experts)).splitlines()[-1].startswith("0 and 3 more: 2 matrices of 3 x 5")
     assert so.report(layer).notes == ()
 
 
