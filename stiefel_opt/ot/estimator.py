@@ -191,10 +191,11 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
     ) -> tuple[float, float]:
         """Return a bootstrap interval for the value on fresh points of the same laws and numbers.
 
-        That is ``score`` of the fitted projection, without the optimism of ``value_``. A resampled
-        cloud is to the cloud as the cloud to its law: quantiles of the values of resampled clouds
-        are reflected about ``value_``. Their optimism comes off with it, so that the interval need
-        not contain ``value_``.
+        That is the ``score`` of the fitted projection, without the optimism of ``value_``. A
+        resampled cloud is to the cloud as the cloud to its law: quantiles of the values of
+        resampled clouds are reflected about ``value_``. Their optimism comes off with it, so that
+        the interval need not contain ``value_``. With few points it covers less often than
+        ``level`` where the farthest ones carry the value, as between laws of different spread.
 
         Args:
             X, y, Y: As in ``fit``.

@@ -32,7 +32,7 @@ from stiefel_opt.errors import (
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
 from stiefel_opt.tags.foreign import known_modules, note_module
-from stiefel_opt.tags.layers import CONVOLUTIONS, is_layer, stacked
+from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
@@ -52,7 +52,7 @@ from stiefel_opt.tags.trained import (
     warn_of_component,
     warn_of_lost,
 )
-from stiefel_opt.tags.uses import check_uses
+from stiefel_opt.tags.uses import check_uses, warn_of_batches
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
@@ -115,8 +115,8 @@ def constrain(
         determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
             A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
             as it comes: the nearest point, of either sign.
-        row_dims, column_dims: The dimensions that count the rows and the columns of one matrix, see
-            :class:`Stiefel`. Default: the last two, of which this warns where there are more.
+        row_dims, column_dims: The dimensions of the rows and of the columns, see :class:`Stiefel`.
+            Default: the last two; where there are more, and nothing is said, this warns.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -151,12 +151,7 @@ def constrain(
     is_said = names_dims or transposed or not (heads is None and rows is None)
     asked: dict[str, Stiefel] = {}
     for each in _names(module, name):
-        owner, leaf, parameter = find_parameter(module, each)
-        if is_factor(module, each):
-            given = "a factor from which torch computes it (a norm, orthogonal, pruning)"
-            remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
-            raise ValueError(fail(each, "be the weight in use", given, remedy))
-        manifold_of(parameter, each)  # another package's is no reading: refused
+        owner, leaf, parameter = _weight(module, each)
         own_heads = heads if is_said or flatten is False else stacked(owner, leaf)[0]
         own_flatten = flatten
         if flatten is None:
@@ -168,9 +163,22 @@ def constrain(
         check_value(parameter, reading, each, is_read=project or scale == "keep")
         asked[each] = _scaled(reading, parameter, scale, each)
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
+    if flatten is None:
+        warn_of_batches(module, asked)
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
     return module
+
+
+def _weight(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+    """Return the owner, the name there and the parameter; raise for what no reading can be of."""
+    owner, leaf, parameter = find_parameter(module, name)
+    if is_factor(module, name):
+        given = "a factor from which torch computes it (a norm, orthogonal, pruning)"
+        remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
+        raise ValueError(fail(name, "be the weight in use", given, remedy))
+    manifold_of(parameter, name)  # another package's is no reading: refused
+    return owner, leaf, parameter
 
 
 def _scaled(reading: Stiefel, parameter: Tensor, scale: object, name: str) -> Stiefel:
@@ -300,21 +308,13 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
 
 
 def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, is_said: bool) -> bool:
-    """Say whether a weight is that of a convolution; warn of a batch that nobody asked for."""
+    """Say whether a weight is that of a convolution; raise where it must be of one's own module."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
-    if is_said:
-        return False
-    if shape[-2:] == (1, 1) and shape.numel() > 1:
+    if not is_said and shape[-2:] == (1, 1) and shape.numel() > 1:
         remedy = "pass flatten=True for a kernel, flatten=False for numbers of absolute value 1"
         given = f"{shape.numel()} matrices of 1 x 1, shape {tuple(shape)}"
         raise ValueError(fail(name, "hold matrices of more than one entry", given, remedy))
-    if not is_layer(owner) and (text := Stiefel().unsaid_batch(shape)):
-        warnings.warn(
-            f"`{name}` is read as {text}, or flatten=True for a kernel; flatten=False says that "
-            "they are a batch",
-            stacklevel=users_level(),
-        )
     return False
 
 

@@ -17,9 +17,10 @@ from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
 from stiefel_opt.tags.constraints import MOVED, readings
-from stiefel_opt.tags.layers import is_layer, stacked
+from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.points import largest_error, reading_of
+from stiefel_opt.tags.uses import unsaid_batches
 
 
 @torch.no_grad()
@@ -285,8 +286,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     found = list(constrained(model))
     # Another package's optimizer may hold copies. Which weights it steps is then not known.
     is_known = bool(known) or any(id(weight) in held for _, weight, _, _ in found)
-    lines: list[Line] = []
-    batches: dict[str, list[str]] = {}
+    lines = []
     for name, weight, reading, kind in found:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -312,13 +312,15 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             **numbers,
         )
         lines.append(line)
-        if not is_layer(owner) and (note := reading.unsaid_batch(shape)):
-            batches.setdefault(note, []).append(name)
     others = tuple(
         (name, type(parameter.manifold).__name__)  # type: ignore[attr-defined]
         for name, parameter in model.named_parameters()
         if is_others(parameter)
     )
-    notes = tuple(f"{', '.join(names)}: {note}" for note, names in batches.items())
+    batches = unsaid_batches(model, {name: reading for name, _, reading, _ in found})
+    notes = tuple(
+        f"{name}{f' and {len(more)} more' if more else ''}: {note}"
+        for note, (name, *more) in batches.items()
+    )
     how = getattr(inmost, "how_stepped", str)()
     return Report(tuple(lines), optimizer is not None, others, notes, how)

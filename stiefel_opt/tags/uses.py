@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 
 from stiefel_opt.errors import fail, users_level
+from stiefel_opt.tags.layers import is_layer
 from stiefel_opt.tags.manifold import HIDDEN, Stiefel
 
 TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
@@ -47,6 +48,28 @@ def check_uses(
     if is_chosen:
         owners = ((name, module.get_submodule(name.rpartition(".")[0])) for name in asked)
         warn_of_tokens(module, ((name, owner, known[name]) for name, owner in owners))
+
+
+def warn_of_batches(module: nn.Module, asked: Mapping[str, Stiefel]) -> None:
+    """Warn of tensors of several dimensions that are read as a batch by default."""
+    for text, (name, *others) in unsaid_batches(module, asked).items():
+        more = f" and {len(others)} more are each" if others else " is"
+        warnings.warn(
+            f"`{name}`{more} read as {text}, or flatten=True for a kernel; flatten=False says that "
+            "they are a batch",
+            stacklevel=users_level(),
+        )
+
+
+def unsaid_batches(module: nn.Module, readings: Mapping[str, Stiefel]) -> dict[str, list[str]]:
+    """Return what to do about batches that nobody asked for, and the names of each kind."""
+    found: dict[str, list[str]] = {}
+    for name, reading in readings.items():
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if not is_layer(owner) and (text := reading.unsaid_batch(getattr(owner, leaf).shape)):
+            found.setdefault(text, []).append(name)
+    return found
 
 
 def check_use(

@@ -112,7 +112,8 @@ def pairs(layouts, dtype, off=False):
             whole = so.ManifoldParameter(value(shape, 100 + number).to(dtype), project=False)
             whole.manifold = so.Stiefel(**reading)
             if not off:
-                so.constrain(holder := torch.nn.ParameterDict({"w": whole}), "w", **reading)
+                holder = torch.nn.ParameterDict({"w": whole})
+                so.constrain(holder, "w", **{"flatten": False, **reading})
                 whole = holder["w"]
             shard = torch.nn.Parameter(part(whole.detach(), mesh, [Shard(dim)]))
             shard.manifold = whole.manifold
