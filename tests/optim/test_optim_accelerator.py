@@ -74,7 +74,7 @@ def steady(
 ) -> tuple[nn.Parameter, Any]:
     """A weight after nine steps along a gradient whose spectral norm is 30."""
     generator = torch.Generator().manual_seed(0)
-    value = torch.linalg.qr(torch.randn(shape, generator=generator)).Q.contiguous()
+    value = torch.linalg.qr(torch.randn(shape, generator=generator)).Q
     weight = so.ManifoldParameter(value, reading or so.Stiefel())
     rule = TABLE[name].optimizer
     opt = rule([weight], lr=1e-3, **options)
@@ -127,7 +127,7 @@ def test_a_learned_scale_needs_few_calls_more(name: str) -> None:
             for _ in range(8):
                 opt.step()
         found.append(counted.calls)
-    assert found[1] - found[0] <= 8 * 14
+    assert found[1] - found[0] <= 8 * 15  # 14 where a weight lies by rows, as from torch's layers
 
 
 @pytest.mark.parametrize(("name", "nonfinite"), in_turn(RULES, ["skip", "ignore"]))
