@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import statistics
@@ -401,16 +402,36 @@ class Store:
         write_json(self.folder / f"{name}.json", record)
         return record
 
+    def restore(self, output: Path) -> None:
+        """Take in what an earlier session has published."""
+        if output.exists():
+            content = json.loads(output.read_text())
+            finished = {name_of(record): record for record in content["runs"] + content["searched"]}
+            for name, record in (finished | {"layers": content["layers"]}).items():
+                if self.get(name) is None:
+                    self.put(name, record)
 
-def run(kind: str, data: Data, setting: dict[str, Any], store: Store, label: str) -> dict[str, Any]:
+
+def name_of(record: dict[str, Any]) -> str:
+    """The name of a run: what was trained, how, for how long, and the seed."""
+    counted = tuple(key for key in ("seconds", "steps") if key in record)
+    limit = "-".join(f"{record[key]:g}" for key in counted)
+    label = (
+        "search"
+        if record["seed"] == CHOOSING
+        else next(key for key, value in LIMITS.items() if value == counted)
+    )
+    width = f"-{record['width']}" if "width" in record else ""
+    options = f"{record['rate']:g}-{record['batch']}-{limit}-{record['seed']}{width}"
+    return f"{record['data']}-{label}-{record['network']}-{options}"
+
+
+def run(kind: str, data: Data, setting: dict[str, Any], store: Store) -> dict[str, Any]:
     """One training, or what the store has of it."""
-    limit = "-".join(f"{setting[key]:g}" for key in ("seconds", "steps") if key in setting)
-    options = f"{setting['rate']:g}-{setting['batch']}-{limit}-{setting['seed']}"
-    width = f"-{setting['width']}" if "width" in setting else ""
-    name = f"{data.name}-{label}-{kind}-{options}{width}"
+    name = name_of({"network": kind, "data": data.name, **setting})
     if known := store.get(name):
         return known
-    is_search = label == "search"
+    is_search = setting["seed"] == CHOOSING
 
     def after(model: nn.Module) -> dict[str, Any]:
         return {"accuracy": certified(kind, model, data, 500)["accuracy"]}
@@ -436,7 +457,7 @@ def search(kind: str, data: Data, store: Store, seconds: float) -> dict[str, Any
 
     def score(rate: float, batch: int) -> float:
         setting = {"rate": rate, "batch": batch, "seconds": seconds, "seed": CHOOSING}
-        shares: list[float] = run(kind, data, setting, store, "search")["accuracy"]
+        shares: list[float] = run(kind, data, setting, store)["accuracy"]
         return shares[place]
 
     rate = max(RATES, key=lambda value: score(value, 128))
@@ -498,13 +519,18 @@ def tables(store: Store, output: Path) -> None:
     records = [json.loads(path.read_text()) for path in sorted(store.folder.glob("*.json"))]
     records = [record for record in records if "network" in record]
     runs = [record for record in records if record["seed"] != CHOOSING]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in runs:
-        limit = f"{record['seconds']:g} s" if "seconds" in record else f"{record['steps']} steps"
-        groups.setdefault((record["data"], limit, record["network"]), []).append(record)
-    rows = [row_of(*key, members) for key, members in groups.items()]
-    rows.sort(key=lambda row: (row[0], list(NAMES.values()).index(row[1])))
-    header = ["Trained on, for", "Network", "Seeds", "Steps", "Clean"]
+        for limit in limits_of(record):
+            group = groups.setdefault(f"{record['data']}, {limit}", {})
+            group.setdefault(record["network"], []).append(record)
+    rows = [
+        row_of(label, kind, group[kind])
+        for label, group in sorted(groups.items())
+        for kind in NAMES
+        if kind in group
+    ]
+    header = ["Trained on, for", "Network", "Seeds", "Steps", "Seconds", "Clean"]
     header += [f"{number}/255" for number in (36, 72, 108)]
     found = {"runs": markdown_table([*header, "Answers changed inside", "Bound of the body"], rows)}
     times = store.get("layers") or {}
@@ -519,6 +545,8 @@ def tables(store: Store, output: Path) -> None:
     print("\n\n".join(found.values()))
     title = "Certified accuracy, per cent of 2,000 test images; layers' times on 128 images"
     content: dict[str, Any] = {"title": title, "machine": machine(packages=PACKAGES)}
+    content["leads"] = {label: leads(group) for label, group in groups.items()}
+    print(json.dumps(content["leads"], indent=1))
     searched = [record for record in records if record["seed"] == CHOOSING]
     content |= {"tables": found, "layers": times, "runs": runs, "searched": searched}
     write_json(output, content)
@@ -528,7 +556,29 @@ def shown(entry: dict[str, Any]) -> tuple[str, str]:
     return f"{entry['ms']:.1f}", f"{entry['of_plain']:.2f}"
 
 
-def row_of(data: str, limit: str, kind: str, members: list[dict[str, Any]]) -> list[str]:
+def limits_of(record: dict[str, Any]) -> list[str]:
+    """Where a run counts: at equal time, at equal steps, or both."""
+    width = f", {record['width']} channels" if "width" in record else ""
+    texts = {"seconds": "{:g} s", "steps": "{:,} steps"}
+    return [text.format(record[key]) + width for key, text in texts.items() if key in record]
+
+
+def leads(group: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By how many points each of ours is ahead at 36/255, and the standard error."""
+    found = {}
+    values = {kind: [each["accuracy"][1] for each in members] for kind, members in group.items()}
+    for our, their in itertools.product(OURS, ("torchlip", "AOC")):
+        if our in values and their in values:
+            pair = values[our], values[their]
+            first, second = map(statistics.fmean, pair)
+            has_error = min(map(len, pair)) > 1
+            squares = [statistics.variance(each) / len(each) for each in pair] if has_error else []
+            error = math.sqrt(sum(squares)) if has_error else None
+            found[f"{our} over {their}"] = {"points": first - second, "standard_error": error}
+    return found
+
+
+def row_of(label: str, kind: str, members: list[dict[str, Any]]) -> list[str]:
     """One row of the table: the runs of all seeds of a network."""
     cells = []
     for place in range(len(RADII)):
@@ -536,10 +586,11 @@ def row_of(data: str, limit: str, kind: str, members: list[dict[str, Any]]) -> l
         spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
         cells.append(f"{statistics.fmean(values):.1f}{spread}")
     steps = statistics.fmean(member["trained_steps"] for member in members)
+    seconds = statistics.fmean(member["trained_seconds"] for member in members)
     attacks = [member["attack"] for member in members if "attack" in member]
     inside = [f"{each['inside']} of {each['images']:,}" for each in attacks]
     bound = max(member["bound_of_body"] for member in members)
-    row = [f"{data}, {limit}", NAMES[kind], str(len(members)), f"{steps:.0f}", *cells]
+    row = [label, NAMES[kind], str(len(members)), f"{steps:,.0f}", f"{seconds:.0f}", *cells]
     return [*row, ", ".join(inside) or "-", f"{bound:.6f}"]
 
 
@@ -563,6 +614,7 @@ def main() -> None:
     one_thread()
     warnings.simplefilter("ignore")
     store = Store(options.folder)
+    store.restore(options.output)
     if "layers" in options.stage:
         layers(store, options.rounds)
     if {"search", *LIMITS} & set(options.stage):
@@ -582,7 +634,7 @@ def main() -> None:
                     limit = {key: getattr(options, key) for key in counted}
                     if options.width != WIDTH:
                         limit["width"] = options.width
-                    run(kind, data, {**chosen[kind], **limit, "seed": seed}, store, stage)
+                    run(kind, data, {**chosen[kind], **limit, "seed": seed}, store)
     if "tables" in options.stage:
         tables(store, options.output)
 
