@@ -1,74 +1,123 @@
-"""Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
+"""Orthonormal weights: optimizers for tagged parameters, and parametrizations.
 
-import importlib
+What belongs to a client of the core (other methods, maps, tools, applications) is imported at its
+first use.
+"""
+
+import importlib as _importlib
 import sys as _sys
-from typing import Any as _Any
+import typing as _typing
 
-from stiefel_opt import ot as ot
-from stiefel_opt.lipschitz import certified_accuracy as certified_accuracy
-from stiefel_opt.lipschitz import certified_radius as certified_radius
-from stiefel_opt.lipschitz import lipschitz_bound as lipschitz_bound
-from stiefel_opt.lipschitz import lipschitz_rule as lipschitz_rule
-from stiefel_opt.lipschitz import lipschitz_table as lipschitz_table
-from stiefel_opt.methods import AdaptiveAdam as AdaptiveAdam
-from stiefel_opt.methods import AdaptiveSGD as AdaptiveSGD
-from stiefel_opt.methods import CayleyAdam as CayleyAdam
-from stiefel_opt.methods import CayleySGD as CayleySGD
-from stiefel_opt.methods import Minimum as Minimum
-from stiefel_opt.methods import ProjectedRGD as ProjectedRGD
-from stiefel_opt.methods import PublishedAdam as PublishedAdam
-from stiefel_opt.methods import PublishedSGD as PublishedSGD
-from stiefel_opt.methods import StiefelLBFGS as StiefelLBFGS
-from stiefel_opt.methods import StiefelMuon as StiefelMuon
-from stiefel_opt.methods import minimize as minimize
-from stiefel_opt.optim import StiefelAdam as StiefelAdam
-from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
-from stiefel_opt.optim import StiefelSGD as StiefelSGD
-from stiefel_opt.parametrizations import orthogonal as orthogonal
-from stiefel_opt.tags.between import distance as distance
-from stiefel_opt.tags.between import exp as exp
-from stiefel_opt.tags.between import interpolate as interpolate
-from stiefel_opt.tags.between import log as log
-from stiefel_opt.tags.between import mean as mean
-from stiefel_opt.tags.constraints import LostTagWarning as LostTagWarning
-from stiefel_opt.tags.constraints import constrain as constrain
-from stiefel_opt.tags.constraints import param_groups as param_groups
-from stiefel_opt.tags.constraints import project_ as project_
-from stiefel_opt.tags.constraints import release as release
-from stiefel_opt.tags.constraints import retag as retag
-from stiefel_opt.tags.foreign import trust as trust
-from stiefel_opt.tags.manifold import Stiefel as Stiefel
-from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
-from stiefel_opt.tags.points import orthogonal_ as orthogonal_
-from stiefel_opt.tags.points import polar as polar
-from stiefel_opt.tags.points import project_tangent as project_tangent
-from stiefel_opt.tags.points import random_point as random_point
-from stiefel_opt.tags.points import retract as retract
-from stiefel_opt.tags.report import orthonormality_error as orthonormality_error
-from stiefel_opt.tags.report import report as report
-from stiefel_opt.tools import clip_grad_norm_ as clip_grad_norm_
-from stiefel_opt.tools import constrain_adapters as constrain_adapters
-from stiefel_opt.tools import constrain_attention as constrain_attention
-from stiefel_opt.tools import constrain_transformer as constrain_transformer
-from stiefel_opt.tools import export_adapters as export_adapters
-from stiefel_opt.tools import from_geoopt as from_geoopt
-from stiefel_opt.tools import from_geotorch as from_geotorch
-from stiefel_opt.tools import from_torch_orthogonal as from_torch_orthogonal
-from stiefel_opt.tools import log_orthonormality as log_orthonormality
-from stiefel_opt.tools import orthonormality_errors as orthonormality_errors
-from stiefel_opt.tools.any_optimizer import on_manifold as on_manifold
-from stiefel_opt.tools.averaging import averaged as averaged
-from stiefel_opt.tools.penalty import orthonormality_penalty as orthonormality_penalty
-from stiefel_opt.tools.versions import show_versions as show_versions
+from stiefel_opt import errors, functional, numerics, optim, tags
+from stiefel_opt.optim import StiefelAdam, StiefelAdamW, StiefelSGD
+from stiefel_opt.tags.between import distance, exp, interpolate, log, mean
+from stiefel_opt.tags.constraints import (
+    LostTagWarning,
+    constrain,
+    param_groups,
+    project_,
+    release,
+    retag,
+)
+from stiefel_opt.tags.foreign import trust
+from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.parameter import ManifoldParameter
+from stiefel_opt.tags.points import orthogonal_, polar, project_tangent, random_point, retract
+from stiefel_opt.tags.report import orthonormality_error, report
+
+if _typing.TYPE_CHECKING:
+    from stiefel_opt import compat, lipschitz, methods, nn, ot, parametrizations, rotations, tools
+    from stiefel_opt.lipschitz import (
+        certified_accuracy,
+        certified_radius,
+        lipschitz_bound,
+        lipschitz_rule,
+        lipschitz_table,
+    )
+    from stiefel_opt.methods import (
+        AdaptiveAdam,
+        AdaptiveSGD,
+        CayleyAdam,
+        CayleySGD,
+        Minimum,
+        ProjectedRGD,
+        PublishedAdam,
+        PublishedSGD,
+        StiefelLBFGS,
+        StiefelMuon,
+        minimize,
+    )
+    from stiefel_opt.parametrizations import orthogonal
+    from stiefel_opt.tools import (
+        clip_grad_norm_,
+        constrain_adapters,
+        constrain_attention,
+        constrain_transformer,
+        export_adapters,
+        from_geoopt,
+        from_geotorch,
+        from_torch_orthogonal,
+        log_orthonormality,
+        orthonormality_errors,
+    )
+    from stiefel_opt.tools.any_optimizer import on_manifold
+    from stiefel_opt.tools.averaging import averaged
+    from stiefel_opt.tools.peft_parts import StellaConfig as StellaConfig
+    from stiefel_opt.tools.penalty import orthonormality_penalty
+    from stiefel_opt.tools.versions import show_versions
 
 __version__ = "0.1.0"
 
+_ROOMS = ("compat", "lipschitz", "methods", "nn", "ot", "parametrizations", "rotations", "tools")
+_NAMES = {
+    "lipschitz": (
+        "certified_accuracy", "certified_radius", "lipschitz_bound", "lipschitz_rule",
+        "lipschitz_table",
+    ),
+    "methods": (
+        "AdaptiveAdam", "AdaptiveSGD", "CayleyAdam", "CayleySGD", "Minimum", "ProjectedRGD",
+        "PublishedAdam", "PublishedSGD", "StiefelLBFGS", "StiefelMuon", "minimize",
+    ),
+    "parametrizations": ("orthogonal",),
+    "tools": (
+        "clip_grad_norm_", "constrain_adapters", "constrain_attention", "constrain_transformer",
+        "export_adapters", "from_geoopt", "from_geotorch", "from_torch_orthogonal",
+        "log_orthonormality", "orthonormality_errors",
+    ),
+    "tools.any_optimizer": ("on_manifold",),
+    "tools.averaging": ("averaged",),
+    "tools.peft_parts": ("StellaConfig",),
+    "tools.penalty": ("orthonormality_penalty",),
+    "tools.versions": ("show_versions",),
+}  # fmt: skip
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-def __getattr__(name: str) -> _Any:
+__all__ = [
+    "AdaptiveAdam", "AdaptiveSGD", "CayleyAdam", "CayleySGD", "LostTagWarning", "ManifoldParameter",
+    "Minimum", "ProjectedRGD", "PublishedAdam", "PublishedSGD", "Stiefel", "StiefelAdam",
+    "StiefelAdamW", "StiefelLBFGS", "StiefelMuon", "StiefelSGD", "__version__", "averaged",
+    "certified_accuracy", "certified_radius", "clip_grad_norm_", "compat", "constrain",
+    "constrain_adapters", "constrain_attention", "constrain_transformer", "distance", "errors",
+    "exp", "export_adapters", "from_geoopt", "from_geotorch", "from_torch_orthogonal", "functional",
+    "interpolate", "lipschitz", "lipschitz_bound", "lipschitz_rule", "lipschitz_table", "log",
+    "log_orthonormality", "mean", "methods", "minimize", "nn", "numerics", "on_manifold", "optim",
+    "orthogonal", "orthogonal_", "orthonormality_error", "orthonormality_errors",
+    "orthonormality_penalty", "ot", "param_groups", "parametrizations", "polar", "project_",
+    "project_tangent", "random_point", "release", "report", "retag", "retract", "rotations",
+    "show_versions", "tags", "tools", "trust",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> _typing.Any:
     """Import what few programs need, or what needs more packages, at its first use."""
-    if name in ("compat", "rotations"):
-        return importlib.import_module(f"stiefel_opt.{name}")
-    if name == "StellaConfig":
-        return importlib.import_module("stiefel_opt.tools.peft_parts").StellaConfig
+    if name in _ROOMS:
+        return _importlib.import_module(f"stiefel_opt.{name}")
+    if name in _HOMES:
+        value = getattr(_importlib.import_module(f"stiefel_opt.{_HOMES[name]}"), name)
+        return globals().setdefault(name, value)
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message, name=name, obj=_sys.modules[__name__])  # "Did you mean ...?"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_HOMES})

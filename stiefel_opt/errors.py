@@ -1,13 +1,18 @@
-"""One grammar for every error message: "`name` must <condition>, got <value>; <remedy>"."""
+"""One grammar for every error message: "`name` must <condition>, got <value>; <remedy>".
+
+Also the checks that all rooms share, and packages that may be missing.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import math
 import numbers
 import sys
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 NOTHING_CONSTRAINED = (
     "no parameter is constrained. Constrain some by so.constrain(module, 'weight'), or pass "
@@ -230,3 +236,37 @@ def is_factor(module: nn.Module, name: str) -> bool:
         for hook in owner._forward_pre_hooks.values()
     ]
     return kind in ("orig", "g", "v") and weight in computed
+
+
+# ---- packages that may be missing ----------------------------------------------------------------
+
+
+def imported(module: str, package: str, otherwise: str = "") -> Any:
+    """Return ``module`` of ``package``, or raise an ImportError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        remedy = f"run: pip install {package}{otherwise}"
+        raise ImportError(f"{name} must be installed, got {error}; {remedy}") from error
+
+
+class ProgressBar:
+    """A bar of tqdm if ``shown``; with ``silent`` tqdm is required but nothing appears."""
+
+    def __init__(self, total: int, shown: bool, *, silent: bool = False) -> None:
+        tqdm = imported("tqdm", "tqdm", ", or pass progress=False") if shown else None
+        self._bar = None if tqdm is None else tqdm.tqdm(total=total, unit="step", disable=silent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, steps: int = 1, note: str = "") -> None:
+        """Count steps, with a note behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(steps)

@@ -120,6 +120,12 @@ READINGS = {
             {"heads": 2, "transposed": True},
         ),
         Reading("conv", (4, 2, 3, 2), lambda w: _wide(w.reshape(4, 12)), {"flatten": True}),
+        Reading(
+            "batch-inside",
+            (5, 2, 3),
+            lambda w: w.swapaxes(0, 1),
+            {"row_dims": 0, "column_dims": 2},
+        ),
         Reading("scaled", (6, 3), _tall, {"scale": 2.5}),
         Reading(
             "some-rows",

@@ -173,7 +173,7 @@ TABLE = {
         sums=4,
         optimum_lr=0.5,
     ),
-    "muon": Rule(  # its direction is compared with a slow optimum in rules/test_functional_muon.py
+    "muon": Rule(  # its direction: methods/test_functional_muon.py
         so.StiefelMuon,
         {"weight_decay": 0.1},
         plain=torch.optim.AdamW,

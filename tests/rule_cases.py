@@ -173,7 +173,7 @@ ADAMS = [
     ]
 ]
 DESCENTS = [
-    RuleCase(methods.descend, {"retraction": retraction, "metric": metric, **more}, keeps)
+    RuleCase(methods.rgd, {"retraction": retraction, "metric": metric, **more}, keeps)
     for retraction, metric, (keeps, more) in mixed(
         9,
         RETRACTIONS,

@@ -23,6 +23,7 @@ from torch.nn.functional import (
     cross_entropy,
     gelu,
     layer_norm,
+    pixel_unshuffle,
     rms_norm,
     scaled_dot_product_attention,
 )
@@ -324,6 +325,41 @@ class Convolutions(Network):
             inside = outside
         features = x.unflatten(1, (copies, -1)).transpose(0, 1).flatten(2)
         return linear(features, plain["head"], plain["head bias"])
+
+
+class Shifts(Network):
+    """Layers that shift channels by a pixel in nine directions and mix them, as so.nn.ShiftConv2d.
+
+    Squares of 2 x 2 pixels are channels, each nine times, so that the first layer is a full 3 x 3
+    convolution. Images are closed to a torus: a shift is an isometry, and so is a whole layer with
+    an orthonormal matrix, unlike a convolution whose kernel is orthonormal as a matrix.
+    """
+
+    def __init__(self, data: Data, steps: int, layers: int, side: int) -> None:
+        super().__init__(data, steps)
+        self.layers, self.side, self.width = layers, side // 2, 36
+        places = torch.arange(self.side**2).view(self.side, self.side)
+        moves = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1)]
+        rolled = [places.roll(moves[channel % 9], (0, 1)).flatten() for channel in range(36)]
+        self.places = torch.stack(rolled)
+
+    def initial(self, generator: torch.Generator) -> tuple[Tensors, Tensors]:
+        layers, width = self.layers, self.width
+        matrices = {"mix": uniform(generator, layers, width, width, inputs=width)}
+        bias = uniform(generator, layers, width, inputs=width)
+        return matrices, {"bias": bias, **self.head(generator, width * self.side**2)}
+
+    def outputs(self, matrices: Tensors, plain: Tensors, inputs: Tensor) -> Tensor:
+        copies, count = inputs.shape[:2]
+        side = 2 * self.side
+        x = pixel_unshuffle(inputs.reshape(copies * count, 1, side, side), 2)
+        x = x.flatten(2).repeat_interleave(9, 1)
+        for layer in range(self.layers):
+            shifted = x.gather(2, self.places.expand(len(x), -1, -1))
+            weight = matrices["mix"][:, layer].unsqueeze(1)
+            bias = plain["bias"][:, layer].view(copies, 1, -1, 1)
+            x = torch.relu(weight @ shifted.unflatten(0, (copies, count)) + bias).flatten(0, 1)
+        return linear(x.flatten(1).unflatten(0, (copies, count)), plain["head"], plain["head bias"])
 
 
 class Recurrent(Network):

@@ -22,8 +22,9 @@ with decay .01. One learning rate serves both.
 
 **Stage 1**: all arms, two seeds, three learning rates, short, falling to zero along a cosine.
 A few arms also at 3e-2 and 1e-1, on the figure's networks at six learning rates, and on other seeds
-for three times the steps (``--long``). **Stage 2**: ``BEST``, five other seeds, five learning
-rates, short and long, falling and constant. Every arm has the same initial values and batches.
+for three times the steps (``--long``). **Stage 2**: ``BEST``, other seeds, two at first and then
+five, five learning rates, short and long, falling and constant. Every arm has the same initial
+values and batches.
 
 **Measured**: training and test loss on up to 1,000 examples and the share of right answers, after
 the last step. A copy whose loss is not finite counts as one that guesses; losses below .01 count as
@@ -34,9 +35,9 @@ learning rates, and at the best of each by mean test loss.
 **Advice** of a row: of the constrained arms in ``FORMS`` the one with the least product of both
 ratios of the test loss. "constrain" if both are at most 1 and one is at most .97; if it is then not
 3 % ahead of NAdam from an orthogonal initialisation by either, "orthogonal initialisation is
-enough". Else "no difference" if both are at most 1.05, else "do not". "Muon is best" where its loss
-at its best learning rate is at most .97 of all others. Of short and longer training the more
-cautious answer.
+enough". Else "no difference" if both are at most 1.05, else "do not". Of all runs of a network,
+short and long, the most cautious answer. "Muon is best" where its loss at its best learning rate is
+at most .97 of the least of all others, in the mean of the runs.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +82,7 @@ from benchmarks.accuracy.small_networks import (
     Pixels,
     Recurrent,
     Residual,
+    Shifts,
     Tensors,
     Transformer,
     pixels,
@@ -89,14 +92,16 @@ from benchmarks.common.harness import RESULTS, machine, markdown_table, write_js
 
 FILE = RESULTS / "when_to_constrain.json"
 RUNS = RESULTS / "when_to_constrain_runs.json"
+LENGTHS = {1: "short", 3: "long"}
 RATES, SEEDS = (1e-3, 3e-3, 1e-2), (0, 1)
-MORE_RATES, MORE_SEEDS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (10, 11, 12, 13, 14)
+MORE_RATES, MORE_SEEDS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (10, 11, 12, 13, 14)
 WIDE_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-LONGER = 3
+LONGER = max(LENGTHS)
 RIVALS = ("AdamW", "NAdam")
 INITIAL = "NAdam, orthogonal initialisation"
 FORMS = ("fixed 1", "learned, pull .3", "learned, pull 1")
-BEST = ("AdamW", "NAdam", "Muon", *FORMS)  # of stage 2, to be replaced by the best of stage 1
+# Of stage 2. Other forms of a learned scale are within .02 of these in the mean of stage 1.
+BEST = ("AdamW", "NAdam", "Muon", *FORMS, "learn_scale=True", INITIAL, "sphere, pull .3")
 LEAST = 0.01
 # Learning rates beyond those of stage 1 for few arms, so that the best of each is not at the edge.
 LARGE_RATES = (3e-2, 1e-1)
@@ -133,6 +138,7 @@ NETWORKS: dict[str, Make] = {
     "residual, post-norm": on(Residual, "mnist", 4000, 250, 8, 32, 196, norm="post"),
     "autoencoder": on(Autoencoder, "mnist", 4000, 500),
     "CNN": on(Convolutions, "mnist", 4000, 200, 1, 14),
+    "CNN of shifts": on(Shifts, "mnist", 4000, 200, 3, 14),
     "tanh RNN, rows": on(Recurrent, "mnist", 4000, 250, "tanh", 40, 14),
     "tanh RNN, copying": lambda _: Recurrent(Letters(), 400, "tanh", 40, 10, size=20),
     "GRU, rows": on(Recurrent, "mnist", 4000, 250, "GRU", 32, 14),
@@ -160,14 +166,19 @@ WIDE = {  # of the width of the issue of language models, in few arms
 TRANSFER = {
     **{f"depth {depth}": on(Perceptron, "mnist", 4000, 150, depth, 32, 196, torch.tanh)
        for depth in (2, 4, 8, 16)},
-    **{f"width {width}": on(Perceptron, "mnist", 4000, steps, 3, width, 196, torch.tanh)
-       for width, steps in ((64, 150), (128, 100), (256, 80), (512, 60), (1024, 40))},
+    **{f"width {width}": on(Perceptron, "mnist", 4000, 60, 3, width, 196, torch.tanh)
+       for width in (64, 128, 256, 512, 1024)},
 }  # fmt: skip
 EVERY = NETWORKS | WIDE | ASIDE | TRANSFER
 SHOWN = (*RIVALS, INITIAL, "learned, pull .3")
 FIGURE = ("20 tanh layers", "ViT, all matrices", "GRU, rows")
 # Those with residual branches.
 BRANCHED = tuple(name for name in NETWORKS if name.startswith(("residual", "ViT", "character")))
+# Where the constraint loses at its best learning rate, and what is tried there at larger ones.
+LOSING = ("residual, no norm", "residual, pre-norm", "residual, post-norm", "GRU, rows")
+REMEDIES = (*WAYS, "learned from initial, pull .3", "learned from initial, floor")
+# A minute and more for a job of stage 2.
+COSTLY = tuple(name for name in NETWORKS if name.startswith(("CNN", "ViT", "character")))
 QUICK = ("perceptron, digits", "ViT, all matrices", "tanh RNN, copying")
 
 # ---- training ----------------------------------------------------------------------------------
@@ -189,6 +200,8 @@ class Job(NamedTuple):
         first = self.arms[0]
         rate = f"{self.rates[0]:g} to {self.rates[-1]:g}"
         words = f"{self.part} {self.network} {first} {rate} {self.length:g} {self.schedule}"
+        if self.part == "stage 2":  # in parts
+            words += f" seeds {self.seeds[0]} to {self.seeds[-1]}"
         return words.replace(",", "").replace(" ", "_")
 
 
@@ -328,25 +341,38 @@ def stage_one() -> list[Job]:
     jobs = [Job("stage 1", name, tuple(DECIDING)) for name in (*NETWORKS, *ASIDE)]
     for arms in (LARGE, CONTROLS):
         jobs += [Job("stage 1", name, arms, LARGE_RATES) for name in NETWORKS]
-    jobs += [Job("wide", name, BEST, seeds=SEEDS[:1]) for name in WIDE]
+    jobs += [Job("wide", name, LARGE, seeds=SEEDS[:1]) for name in WIDE]
     jobs += [Job("stage 1", name, (INITIAL,)) for name in (*NETWORKS, *ASIDE)]
     groups: list[Iterable[str]] = [SHIPPED, WAYS, BRANCHES, FORMS_OF_SCALE, DECAYS]
     for others in groups:
         names = BRANCHED if others is BRANCHES else NETWORKS
         jobs += [Job("stage 1", name, tuple(others)) for name in names]
+    jobs += [Job("stage 1", name, REMEDIES, LARGE_RATES) for name in LOSING]
     return jobs
 
 
 def long_jobs() -> list[Job]:
     """Few arms for three times the steps, on other seeds."""
-    return [Job("long", name, LARGE, RATES, MORE_SEEDS[:2], LONGER) for name in NETWORKS]
+    names = (*NETWORKS, *ASIDE)
+    return [Job("long", name, LARGE, RATES, MORE_SEEDS[:2], LONGER) for name in names]
 
 
 def stage_two() -> list[Job]:
+    """Two seeds everywhere, the other three; cheap networks first."""
+    cheap = [name for name in NETWORKS if name not in COSTLY]
+    first, others = MORE_SEEDS[:2], MORE_SEEDS[2:]
+    rounds = [
+        (cheap, first, 1, "falling"), (COSTLY, first, 1, "falling"),
+        (cheap, first, 1, "constant"), (cheap, others, 1, "falling"),
+        (COSTLY, first, 1, "constant"), (COSTLY, others, 1, "falling"),
+        (cheap, others, 1, "constant"), (cheap, MORE_SEEDS, LONGER, "falling"),
+        (cheap, MORE_SEEDS, LONGER, "constant"), (COSTLY, others, 1, "constant"),
+        (COSTLY, MORE_SEEDS, LONGER, "falling"), (COSTLY, MORE_SEEDS, LONGER, "constant"),
+    ]  # fmt: skip
     return [
-        Job("stage 2", name, BEST, MORE_RATES, MORE_SEEDS, length, schedule)
-        for length, schedule in ((1, "falling"), (LONGER, "falling"), (1, "constant"))
-        for name in NETWORKS
+        Job("stage 2", name, BEST, MORE_RATES, seeds, length, schedule)
+        for names, seeds, length, schedule in rounds
+        for name in names
     ]
 
 
@@ -359,7 +385,10 @@ def figure_jobs() -> list[Job]:
 def transfer_jobs() -> list[Job]:
     """Perceptrons of several widths, and depths: which learning rate is best?"""
     arms = ("AdamW", INITIAL, "Muon", *FORMS[:2])
-    return [Job("transfer", name, arms, WIDE_RATES, SEEDS[:1]) for name in TRANSFER]
+    wide = ("width 512", "width 1024")
+    jobs = [(name, arms) for name in TRANSFER if name not in wide]
+    jobs += [(name, (arm,)) for name in wide for arm in arms]
+    return [Job("transfer", name, some, WIDE_RATES, SEEDS[:1]) for name, some in jobs]
 
 
 def run(jobs: Sequence[Job], folder: Path, cache: Path) -> None:
@@ -422,54 +451,62 @@ Values = dict[str, Any]
 Runs = dict[str, dict[str, Values]]  # by network and arm
 
 
-def merged(cache: Path) -> dict[str, Any]:
-    """What the cache holds: the runs of each part, and what they cost."""
+def merged(cache: Path) -> dict[Path, dict[str, Any]]:
+    """What the cache holds, by file: the runs of each part, and what they cost."""
     parts: dict[str, dict[str, Any]] = {}
     found: dict[tuple[str, str, str, float, int], Any] = {}
-    machines, seconds, worst = [], 0.0, 0.0
+    machines, seconds, worst = [], Counter[str](), 0.0
     for path in sorted(cache.glob("*.jsonl")):
         head, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         part, network = head["part"], head["network"]
         if part == "stage 2":
-            part += f", {head['length']:g} times the steps, {head['schedule']}"
-        kept = parts.setdefault(part, {"rates": [], "seeds": head["seeds"], "runs": {}})
-        kept["rates"] = sorted({*kept["rates"], *head["rates"]})
+            part += f", {LENGTHS[head['length']]}, {head['schedule']}"
+        kept = parts.setdefault(part, {"rates": set(), "seeds": set(), "runs": {}})
+        kept["rates"] |= {*head["rates"]}
+        kept["seeds"] |= {*head["seeds"]}
         kept["runs"].setdefault(network, {}).update(dict.fromkeys(head["arms"]))
         found |= {(part, network, row["arm"], row["rate"], row["seed"]): row for row in rows}
         machines.append(head["machine"])
-        seconds += head["seconds"]
+        seconds[part] += head["seconds"]
         worst = max(worst, *(row["error"] for row in rows))
+    files: dict[Path, dict[str, Any]] = {}
     for part, kept in parts.items():
+        kept["core seconds"] = round(seconds[part])
+        kept["rates"], kept["seeds"] = sorted(kept["rates"]), sorted(kept["seeds"])
         for network, arms in kept["runs"].items():
             for arm in arms:
-                copies = [found[key] for rate, seed in product(kept["rates"], kept["seeds"])
+                copies = [found[key] for seed, rate in product(kept["seeds"], kept["rates"])
                           if (key := (part, network, arm, rate, seed)) in found]  # fmt: skip
-                rows = ([f"{row[name]:.3g}" for row in copies] for name in MEASURES)
-                arms[arm] = " ".join(value for row in rows for value in row)
-    return {
+                rows = ([f"{row[name]:.3g}".removeprefix("0") for row in copies]
+                        for name in MEASURES)  # fmt: skip
+                arms[arm] = " ".join([str(len({row["seed"] for row in copies})), *chain(*rows)])
+        file = RUNS.with_stem(f"{FILE.stem}_{part.replace(', ', '_').replace(' ', '_')}")
+        files.setdefault(file if part.startswith("stage 2") else RUNS, {})[part] = kept
+    common = {
         "machine": max(machines, key=lambda one: one["date"]),
-        "core seconds": round(seconds),
         "largest orthonormality error": worst,
         "measures": MEASURES,
-        "parts": parts,
     }
+    return {file: {**common, "parts": some} for file, some in files.items()}
 
 
 def unpacked(kept: Mapping[str, Any]) -> Runs:
-    """The runs of a part; in the file an arm is one line: by measure, learning rate and seed.
+    """The runs of a part; in the file an arm is one line: number of seeds, then by measure.
 
-    An arm that was not run at all learning rates of the part was run at the first of them.
+    A measure has the learning rates of the first seed, of the second, and so on. An arm that was
+    not run with all seeds or learning rates of the part was run with the first of them.
     """
-    count = len(kept["seeds"])
 
     def values(line: str) -> Values:
-        row = [*map(float, line.split())]
+        first, *rest = line.split()
+        count, row = int(first), [*map(float, rest)]
         each = len(row) // len(MEASURES)
-        columns = [row[start : start + count] for start in range(0, len(row), count)]
-        return {"rates": kept["rates"][: each // count]} | {
-            name: columns[place * each // count : (place + 1) * each // count]
+        rates = kept["rates"][: each // count]
+        return {"rates": rates} | {
+            name: [row[place * each : (place + 1) * each][start :: len(rates)]
+                   for start in range(len(rates))]
             for place, name in enumerate(MEASURES)
-        }
+        }  # fmt: skip
 
     return {
         network: {arm: values(row) for arm, row in arms.items()}
@@ -522,10 +559,10 @@ def best_form(*runs: Mapping[str, Values]) -> str:
 def advice(*runs: Mapping[str, Values]) -> tuple[str, str]:
     """What to do, as the docstring of the program says, and the best constrained arm.
 
-    Of several runs, short and long, the most cautious answer; "Muon is best" if it is in all.
+    Of several runs, short and long, the most cautious answer; of Muon their mean.
     """
     form = best_form(*runs)
-    says, muon_leads = [], []
+    says, leads = [], []
     for arms in runs:
         both = ratios(arms, form)
         say = "no difference" if max(both) <= 1.05 else "do not"
@@ -535,8 +572,8 @@ def advice(*runs: Mapping[str, Values]) -> tuple[str, str]:
             say = ANSWERS[0] if is_ahead else ANSWERS[1]
         says.append(say)
         others = min(best(arms[name]) for name in (*RIVALS, INITIAL, *FORMS) if name in arms)
-        muon_leads.append(best(arms["Muon"]) <= 0.97 * others)
-    return max(says, key=ANSWERS.index) + "; Muon is best" * all(muon_leads), form
+        leads.append(best(arms["Muon"]) / others)
+    return max(says, key=ANSWERS.index) + "; Muon is best" * (mean(leads) <= 0.97), form
 
 
 def ratio(both: tuple[float, float]) -> str:
@@ -562,32 +599,71 @@ def table_of_networks(runs: Runs) -> str:
     return markdown_table(header, rows).replace("nan", "  -")
 
 
-def table_of_advice(short: Runs, longer: Runs) -> str:
-    """A row a network: advice from short and longer training, losses and ratios of both."""
+SOURCES = {  # of the ratios in the table of advice: the first that was run; all of them advise
+    "ratio": ("stage 2, short, falling", "stage 1"),
+    "constant": ("stage 2, short, constant",),
+    "three times the steps": ("stage 2, long, falling", "long"),
+    "constant, three times": ("stage 2, long, constant",),
+}
+
+
+def table_of_advice(parts: Mapping[str, Runs]) -> str:
+    """A row a network: advice from all runs, losses and ratios; stage 2 has seeds of its own."""
+
+    def found(part: str, name: str) -> list[Mapping[str, Values]]:
+        arms = parts.get(part, {}).get(name, {})
+        return [arms] if {*LARGE} <= {*arms} else []
+
+    columns = [
+        column
+        for column, some in SOURCES.items()
+        if any(found(part, name) for part in some for name in NETWORKS)
+    ]
     header = [
         *("network", "constrain?", "as", "test loss", "AdamW or NAdam", "orthogonal start", "Muon"),
-        *("ratio", "ratio, three times the steps"),
+        *("seeds", *columns),
     ]
     rows = []
-    for name, arms in short.items():
-        runs = [arms, *([longer[name]] if name in longer else [])]
-        say, form = advice(*runs)
+    for name in NETWORKS:
+        every = {
+            part: arms for some in SOURCES.values() for part in some for arms in found(part, name)
+        }
+        if not every:
+            continue
+        say, form = advice(*every.values())
+        shown = [[every[part] for part in SOURCES[column] if part in every] for column in columns]
+        arms = shown[0][0]
         rival = min(best(arms[one]) for one in RIVALS)
         losses = [best(arms[form]), rival, best(arms[INITIAL]), best(arms["Muon"])]
-        both = [ratio(ratios(one, form)) for one in runs]
-        row = [*(f"{loss:.3f}" for loss in losses), both[0], both[1] if both[1:] else "not run"]
-        rows.append([name, say, form, *row])
+        both = [ratio(ratios(one[0], form)) if one else "not run" for one in shown]
+        seeds = str(len(arms[form]["test"][0]))
+        rows.append([name, say, form, *(f"{loss:.3f}" for loss in losses), seeds, *both])
     return markdown_table(header, rows)
 
 
 def table_of_rates(runs: Runs) -> str:
-    """The best learning rate and the test loss there, by width and depth."""
+    """The best learning rate and the test loss there, by width and depth.
+
+    "one for all": the learning rate whose loss is least above the best of each, and by what factor.
+    """
     arms = next(iter(runs.values()))
+    losses = {
+        arm: {name: by_rate(kept[arm], "test") for name, kept in runs.items() if arm in kept}
+        for arm in arms
+    }
     rows = []
-    for name, kept in runs.items():
-        found = (by_rate(kept[arm], "test") for arm in arms)
-        cells = (min((loss, rate) for rate, loss in each.items()) for each in found)
-        rows.append([name, *(f"{rate:g}: {loss:.3f}" for loss, rate in cells)])
+    for name in runs:
+        found = (min((loss, rate) for rate, loss in losses[arm][name].items())
+                 if name in losses[arm] else None for arm in arms)  # fmt: skip
+        rows.append([name, *(f"{one[1]:g}: {one[0]:.3f}" if one else "not run" for one in found)])
+    for kind in ("depth", "width"):
+        row = [f"{kind}, one for all"]
+        for arm in arms:
+            each = [kept for name, kept in losses[arm].items() if name.startswith(kind)]
+            worst = [(max(kept[rate] / min(kept.values()) for kept in each), rate)
+                     for rate in (each[0] if each else ())]  # fmt: skip
+            row.append("{1:g}: x {0:.2f}".format(*min(worst)) if worst else "not run")
+        rows.append(row)
     return markdown_table(["network", *arms], rows)
 
 
@@ -640,16 +716,19 @@ def summary(parts: Mapping[str, Runs]) -> dict[str, Any]:
         if part in ("transfer", "figure"):
             continue
         runs = {name: every[name] for name in EVERY if name in every}
-        runs = {name: arms for name, arms in runs.items() if {*BEST} <= {*arms}}
+        runs = {name: arms for name, arms in runs.items() if {*RIVALS, "Muon", *FORMS} <= {*arms}}
         for end, group in (("", NETWORKS), (", put aside", ASIDE), (", wide", WIDE)):
-            title, some = part + end, {name: runs[name] for name in runs if name in group}
+            title, some = (
+                part if part == "wide" else part + end,
+                {name: runs[name] for name in runs if name in group},
+            )
             if not some:
                 continue
             said = {name: advice(arms) for name, arms in some.items()}
             advised = [name for name, (say, _) in said.items() if say.startswith("constrain")]
             tables[title] = table_of_networks(some)
             tables[f"{title}: arms"] = table_of_arms(some, advised)
-            if len(some) > 1 and part == "stage 1":
+            if len(some) > 1 and not part.startswith("long"):
                 tables[f"{title}: ratios"] = table_by_network(some)
             chosen = [ratios(some[n], said[n][1]) for n in advised]
             bars[title] = {
@@ -659,12 +738,7 @@ def summary(parts: Mapping[str, Runs]) -> dict[str, Any]:
                 **{name: means_of(some, name, "test", some) for name in FORMS},
                 "training loss": means_of(some, "learned, pull .3", "train", some),
             }
-    short, longer = (
-        {name: parts[part][name] for name in NETWORKS if {*LARGE} <= {*parts[part].get(name, {})}}
-        for part in ("stage 1", "long")
-        if part in parts
-    )
-    tables["advice"] = table_of_advice(short, longer)
+    tables["advice"] = table_of_advice(parts)
     return {"bars": bars, "tables": tables}
 
 
@@ -673,9 +747,19 @@ def summary(parts: Mapping[str, Runs]) -> dict[str, Any]:
 
 def stored_summary() -> dict[str, Any]:
     """The summary of the runs on file."""
-    stored = json.loads(RUNS.read_text(encoding="utf-8"))
-    parts = {part: unpacked(kept) for part, kept in stored.pop("parts").items()}
-    return stored | summary(parts)
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in files_of_runs()]
+    parts = {part: kept for file in files for part, kept in file["parts"].items()}
+    return {
+        "machine": max((file["machine"] for file in files), key=lambda one: one["date"]),
+        "core seconds": {part: kept["core seconds"] for part, kept in parts.items()},
+        "largest orthonormality error": files[0]["largest orthonormality error"],
+        **summary({part: unpacked(kept) for part, kept in parts.items()}),
+    }
+
+
+def files_of_runs() -> list[Path]:
+    """Stage 2 has a file for each length and schedule, all else is in one."""
+    return [RUNS, *sorted(RUNS.parent.glob(f"{FILE.stem}_stage_2_*.json"))]
 
 
 def quick(folder: Path) -> dict[str, Any]:
@@ -723,7 +807,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     run([job for job in jobs if options.only in job.name], folder, options.cache)
     if options.merge or options.tables:
         if options.merge:
-            write_json(RUNS, merged(options.cache))
+            for file, runs in merged(options.cache).items():
+                write_json(file, runs)
         results = stored_summary()
         write_json(FILE, results)
         print(*results["tables"].values(), sep="\n\n")

@@ -484,13 +484,40 @@ def when_to_constrain(path: Path) -> None:
     save(figure, path)
 
 
+def when_to_constrain_transfer(path: Path) -> None:
+    """The best learning rate over depth and width; lines that meet stand beside each other."""
+    from benchmarks.accuracy.when_to_constrain import by_rate, unpacked
+
+    found = unpacked(read(path, "when_to_constrain_runs")["parts"]["transfer"])
+    figure, (axes,) = start(2, (7.2, 3.2), sharey=True)
+    for axis, kind in zip(axes, ("depth", "width"), strict=True):
+        arms = max((kept for name, kept in found.items() if name.startswith(kind)), key=len)
+        sizes = sorted(int(name.split()[1]) for name, kept in found.items()
+                       if name.startswith(kind) and {*arms} <= {*kept})  # fmt: skip
+        for place, arm in enumerate(arms):
+            label = "constrained, learned scale" if arm.startswith("learned") else arm
+            rates = []
+            for size in sizes:
+                losses = by_rate(found[f"{kind} {size}"][arm], "test")
+                rates.append(min(losses, key=losses.__getitem__) * 1.04 ** (place - 2))
+            axis.plot(sizes, rates, label=label, markersize=4, **style(label, place))
+        axis.set(xscale="log", yscale="log", xlabel=kind)
+        axis.set_xticks(sizes, [f"{size}" for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("best learning rate")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=8)
+    save(figure, path)
+
+
 DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
     ("copying", "copying_1000", "copying_2000"), copying
 ) | {
     draw.__name__: draw
     for draw in (
         pixel_digits, vit_table, vit_long, eigen_methods, prw, state_tracking,
-        parametrizations, rotations, when_to_constrain,
+        parametrizations, rotations, when_to_constrain, when_to_constrain_transfer,
     )
 }  # fmt: skip
 

@@ -8,7 +8,8 @@ Below a comment that names a file of results and, where it holds several, one of
     <!-- figures: benchmarks/results/NAME.json TABLE -->
 
 a page chooses: its header which columns to show, its first cells which rows. The numbers are
-copied from the file. Run this after a measurement.
+copied from the file; `front_page.py` in its place gathers those of several. Run this after a
+measurement.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import front_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -37,6 +40,8 @@ def rows_of(table: str) -> list[Row]:
 
 def stored_table(source: str, name: str) -> list[Row]:
     """The table ``name`` in a file, or its only one."""
+    if source == "benchmarks/common/front_page.py":
+        return front_page.tables()[name]
     tables = json.loads((ROOT / source).read_text(encoding="utf-8"))["tables"]
     items = tables.items() if isinstance(tables, dict) else enumerate(tables)
     named = {str(key): table for key, table in items}

@@ -28,6 +28,7 @@ STEP_SIZE = 0.1
 
 SGD, ADAM = "StiefelSGD", "StiefelAdam"
 POGO, GEOOPT_SGD, GEOOPT_ADAM = "POGO, SGD", "geoopt SGD", "geoopt Adam"
+POGO_ADAM = "POGO, Adam"
 SIX = "six products"
 
 
@@ -136,18 +137,28 @@ def enter(
     return Entry(contestant, parameters, matrices, optimizer)
 
 
-def ours(row: Row, device: torch.device) -> Iterator[Entry]:
+def ours(
+    row: Row, device: torch.device, *, cuda_graph: bool | None = None, suffix: str = ""
+) -> Iterator[Entry]:
     as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
     manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
     tag = partial(so.ManifoldParameter, manifold=manifold)
-    sgd = partial(so.StiefelSGD, lr=LR, momentum=MOMENTUM)
-    yield enter(SGD, row, device, as_in_model, tag, sgd)
-    yield enter(ADAM, row, device, as_in_model, tag, partial(so.StiefelAdam, lr=adam_lr(row)))
+    sgd = partial(so.StiefelSGD, lr=LR, momentum=MOMENTUM, cuda_graph=cuda_graph)
+    adam = partial(so.StiefelAdam, lr=adam_lr(row), cuda_graph=cuda_graph)
+    yield enter(SGD + suffix, row, device, as_in_model, tag, sgd)
+    yield enter(ADAM + suffix, row, device, as_in_model, tag, adam)
 
 
 def pogo_sgd(parameters: list[Tensor], lr: float, **options: Any) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = pogo.POGO(parameters, pogo.base.SGD(**options), lr)
     return optimizer
+
+
+def pogo_adam(row: Row, device: torch.device) -> Entry:
+    def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return pogo.POGO(parameters, pogo.base.VectorAdam(BETAS), LR)
+
+    return enter(POGO_ADAM, row, device, wide_batch, torch.nn.Parameter, build)
 
 
 def rivals(row: Row, device: torch.device) -> Iterator[Entry]:

@@ -78,7 +78,7 @@ def torchs(name: str, base: bool) -> Callable[[Layer], Any]:
 
 def contestants() -> dict[str, Callable[[Layer], Any]]:
     found: dict[str, Callable[[Layer], Any]] = {
-        TAG: so.constrain,
+        TAG: lambda layer: so.constrain(layer, flatten=False),
         OURS: so.orthogonal,
         COMPAT: compat.orthogonal,
         "geotorch": lambda layer: geotorch.orthogonal(layer, "weight"),

@@ -8,17 +8,18 @@ from I, so that X'X = I suffers one rounding of X a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.numerics.device import Reader
+from stiefel_opt.numerics.device import NO_HINT, Hint, Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
+    Step,
     Sums,
     add_product,
     add_to_diagonal_,
@@ -28,7 +29,7 @@ from stiefel_opt.numerics.linalg import (
     largest_bound,
     largest_eigenvalue,
     own_gram,
-    polar_rotation,
+    plus_identity,
     symmetric_product,
 )
 from stiefel_opt.numerics.roots import roots
@@ -40,12 +41,12 @@ METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
 SATURATION: Final = 4.0
+_MOST: Final = SATURATION**2
 # Limits on the last step's bound, squares of tangents: below 14 degrees exact knowledge saves
 # little; above, the square may grow fourfold from step to step.
 _SHORT: Final = 0.06
 _MARGIN: Final = 4.0
-# Squares of numbers beyond this may overflow.
-_LARGE: Final = 2.0**60
+_LEAST: Final = 1e-12  # of a limit: roots cost nothing less below it
 
 
 class Length(NamedTuple):
@@ -63,6 +64,8 @@ class Length(NamedTuple):
             checked for values that are not finite.
         inner: X'G: its size says how far a step amplifies rounding. None: not at all.
         step: What the rule multiplies ``inner`` by, ``(k, 1, 1)``. None: the learning rate.
+        bound: A number for each matrix, ``(k, 1, 1)``, which is not finite where the gradient is
+            not, or where the step leaves floating point. None: nothing is known.
     """
 
     squares: Tensor
@@ -70,6 +73,7 @@ class Length(NamedTuple):
     limit: float = 0.0
     inner: Tensor | None = None
     step: Tensor | None = None
+    bound: Tensor | None = None
 
     def tangents(self, count: int) -> Tensor:
         """Return the length of each of ``count`` steps, NaN where it is not finite."""
@@ -136,37 +140,138 @@ def corrected(
 
 
 class StepFactors(NamedTuple):
-    """Turn and polar retraction of a step in m x m matrices, for a direction V with W = V'V."""
+    """Turn and polar retraction of a step in m x m matrices, for a direction V."""
 
     rotation: Tensor  # D - I
     shortening: Tensor  # R - I
+    root: Tensor  # R
     companion: Tensor | None  # R (I + R)^(-1), if asked for
-    step: Scalar  # eta, shortened where it saturates
+    step: Step
     length: Length  # its squares: of the turn, then of the move
+    products: list[Tensor]  # that were asked for
 
 
 def step_factors_of(
     skew: Tensor,
-    gram_normal: Tensor,
+    V: Tensor,
     lr: Scalar,
+    sums: Sums,
     reader: Reader,
     inner: Tensor | None = None,
     *,
+    also: tuple[tuple[Tensor, Tensor], ...] = (),
+    is_projected: bool = False,
     companion: bool = False,
 ) -> StepFactors:
-    """Return the turn along ``skew`` = K / eta and the retraction of V, where W = V'V.
+    """Return the turn along ``skew`` = K / eta and the retraction of V.
 
-    Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Where a
-    norm that bounds eta sigma exceeds 4, or what the reader allows, the step is shortened, and the
-    move where ``inner`` = X'G makes it too steep. ``companion``: also R (I + R)^(-1).
+    Both need (I + E)^(-1/2), for E = eta^2 [K'K, V'V]: one batch of 2k does it. Where the step is
+    too long, or ``inner`` = X'G makes it too steep, it is cut.
+
+    Args:
+        also: Pairs of tall matrices whose products are wanted.
+        is_projected: The last of them is X, V: the part of V along X counts for nothing.
+        companion: Whether R (I + R)^(-1) is wanted.
     """
-    length, second, turn_step, step = _spectra(skew, gram_normal, lr, reader, inner)
-    squares, scale, limit = length[:3]
-    companions, reads = skew.size(0) if companion else 0, reader.is_exact
-    both = roots(squares, limit, scale=scale, companions=companions, square=second, reads=reads)
+    count, reads = skew.size(0), reader.is_exact
+    alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
+    powers = skew.new_empty(1 if reads else 2, 2 * count, *skew.shape[1:])
+    squares = powers[0]
+    own_gram(skew, squares[:count], alpha)
+    _, *products = sums((V, V), *also, into=squares[count:], alpha=alpha)
+    if is_projected:
+        squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
+    limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
+    length, second, step = Length(squares, 1.0, limit, inner), None, Step(lr)  # type: ignore[arg-type]
+    if not limit <= _MOST:
+        length, second, step = _cut(powers, count, lr, reader, inner)
+    limit, scale, companions = length.limit, length.scale, count if companion else 0
+    both = roots(
+        length.squares, limit, scale=scale, companions=companions, square=second, reads=reads
+    )
     of_turn, of_move = both.difference.unsafe_chunk(2)
-    rotation = polar_rotation(skew, of_turn, turn_step)
-    return StepFactors(rotation, of_move, both.companion, step, Length(*length[:3], inner))
+    root_of_turn, root = plus_identity(both.difference).unsafe_chunk(2)
+    rotation = of_turn.baddbmm_(skew, step.times(root_of_turn), alpha=step.number)
+    return StepFactors(rotation, of_move, root, both.companion, step, length, products)
+
+
+def _cut(
+    powers: Tensor, count: int, lr: Scalar, reader: Reader, inner: Tensor | None
+) -> tuple[Length, Tensor, Step]:
+    """Return the length of a step, E^2 and eta, cut where the step is too long.
+
+    Turn and move are cut by one s, by the bound |E|^2 <= |E^2|_F: s^2 E may be 4 times what the
+    reader knows of the step before, at least 0.06 and at most 16. Off a CPU so they are where
+    ``inner`` = X'G is too steep. The bound of a matrix whose gradient is not finite is not finite:
+    nothing of it may be used. ``powers`` has E, without eta^2 if that is a tensor, and maybe room
+    for E^2; both are divided by their limit, which is the scale of the length.
+    """
+    parts = powers[0].view(-1, count, *powers.shape[2:])
+    if isinstance(lr, Tensor):
+        parts.mul_(lr * lr)
+    unit: Scalar = 1.0
+    if reader.is_exact:  # squares of what is safe may leave floating point
+        unit = parts.abs().amax(dim=(0, 2, 3), keepdim=True)[0].clamp_(min=1.0)
+        parts.div_(unit)
+        powers = torch.stack([powers[0]] * 2)
+    symmetric_product(powers[0], powers[0], powers[1])
+    bounds, limit = _bounds(powers[1], count, lr, reader, inner, unit)
+    bound, least = bounds[0], (limit / unit) ** 2
+    if len(bounds) == 2:  # eta |X'G|, of which the fourth power is as a square of E
+        steep = bounds[1].square()
+        share = 1.0 if isinstance(lr, Tensor) else lr**4
+        bound = torch.addcmul(bound, steep, steep, value=limit**2 * share / reader.steepest**4)
+    if isinstance(least, Tensor):
+        bound = torch.maximum(bound, least.view(-1))
+    else:
+        bound = bound.clamp(min=least)
+    factors = torch.empty(3, count, dtype=powers.real.dtype, device=powers.device)
+    torch.pow(bound, numbers_on(bound, -0.5, -1.0, -0.25).unsqueeze(-1), out=factors)
+    factors = factors[..., None, None]
+    powers.view(2, -1, *parts.shape[1:]).mul_(factors[:2].unsqueeze(1))
+    factor, number = factors[2], math.sqrt(limit)
+    if reader.is_exact:
+        factor = factor / unit.sqrt()  # type: ignore[union-attr]
+    if isinstance(lr, Tensor):
+        factor = factor * lr
+    else:
+        number *= lr
+    length = Length(powers[0], limit, limit, inner, bound=bounds[0].view(-1, 1, 1))
+    return length, powers[1], Step(number, factor, isinstance(lr, Tensor))
+
+
+def _bounds(
+    square: Tensor,
+    count: int,
+    lr: Scalar,
+    reader: Reader,
+    inner: Tensor | None,
+    unit: Scalar,
+) -> tuple[Tensor, float]:
+    """Return |E^2|_F of turn and move and maybe |X'G|, ``(., k)``, and a limit of E."""
+    is_steep = inner is not None and reader.steepest < math.inf
+    fine = finest_dtype(square)  # or squares of steps above 6e4 rad would overflow
+    rows = torch.empty(1 + is_steep, count, dtype=fine.to_real(), device=square.device)
+    both = square.view(-1, count, *square.shape[1:])
+    torch.linalg.vector_norm(both, dim=(0, 2, 3), dtype=fine, out=rows[0])
+    share = 1.0 if isinstance(lr, Tensor) else lr * lr
+    names, units = ["length"], [share**-2.0 if share * share else math.inf]
+    if inner is not None and is_steep:
+        torch.linalg.vector_norm(inner, dim=(-2, -1), dtype=fine, out=rows[1])
+        names.append("norm")
+        units.append(1.0 if isinstance(lr, Tensor) else abs(lr))
+    if isinstance(lr, Tensor):
+        rows[1:] *= lr.abs().flatten()
+    elif units[0] == math.inf:
+        return rows, _MOST
+    if reader.is_exact:
+        reader.is_lost |= not bool((rows < math.inf).all())
+        sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
+        known = reader.numbers(("length",), sizes, (1.0,))[0] ** 0.5
+        return rows, min(max(known, _LEAST), _MOST)
+    hint = Hint((_SHORT / _MARGIN) ** 2 * units[0], 4 if isinstance(lr, Tensor) else 0)
+    known = reader.numbers(tuple(names), rows, tuple(units), (hint,))[0] ** 0.5 * share
+    return rows, min(max(_MARGIN * known, _SHORT), _MOST)
 
 
 def rotation_of_square(
@@ -178,7 +283,8 @@ def rotation_of_square(
     freed before the roots are worked out.
     """
     difference, step, length = _of_square(compute, lr, reader)
-    return polar_rotation(compute(), difference, step), length
+    root = step.times(plus_identity(difference))
+    return difference.baddbmm_(compute(), root, alpha=step.number), length
 
 
 def turned_square(
@@ -186,73 +292,28 @@ def turned_square(
 ) -> tuple[Tensor, Length]:
     """Return X D = (X + X K)(I + S), two products as D takes, and fewer passes over memory."""
     difference, step, length = _of_square(compute, lr, reader)
-    turn, step = (compute() * step, 1.0) if isinstance(step, Tensor) else (compute(), step)
-    moved = add_product(point, point, turn, alpha=step)
-    del turn
+    moved = add_product(point, point, step.times(compute()), alpha=step.number)
     return add_product(moved, moved, difference), length
 
 
 def _of_square(
     compute: Callable[[], Tensor], lr: Scalar, reader: Reader
-) -> tuple[Tensor, Scalar, Length]:
+) -> tuple[Tensor, Step, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
-    length, second, step, _ = _spectra(compute(), None, lr, reader)
+    turn, reads = compute(), reader.is_exact
+    powers = turn.new_empty(1 if reads else 2, *turn.shape)
+    own_gram(turn, powers[0], 1.0 if isinstance(lr, Tensor) else lr * lr)
+    count, size = turn.size(0), turn.size(-1)
+    del turn
+    limit = largest_bound(powers[0]) if reads and not isinstance(lr, Tensor) else math.inf
+    length, second, step = Length(powers[0], 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
+    if not limit <= _MOST:
+        length, second, step = _cut(powers, count, lr, reader, None)
     square, scale, limit = length[:3]
-    is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is stored instead
-    length = length._replace(squares=largest_eigenvalue(square)) if is_large else length
-    root = roots(
-        square, limit, scale=scale, overwrite=is_large, square=second, reads=reader.is_exact
-    )
+    if size > MEDIUM:  # as large as the parameter: a number is stored instead
+        length = length._replace(squares=largest_eigenvalue(square))
+    root = roots(square, limit, scale=scale, square=second, reads=reads)
     return root.difference, step, length
-
-
-def _spectra(
-    skew: Tensor,
-    normal: Tensor | None,
-    lr: Scalar,
-    reader: Reader,
-    inner: Tensor | None = None,
-) -> tuple[Length, Tensor | None, Scalar, Scalar]:
-    """Measure a step, and shorten it where it saturates or outgrows what the reader knows.
-
-    Returns: The length, of K'K and then, if there is a W, of eta^2 W; the products of its squares
-        with themselves, or None; eta of the turn; eta of the move.
-    """
-    count, size, most = skew.size(0), skew.size(-1), SATURATION**2
-    squares = own_gram(skew)  # -Z^2: its bound is the sharper one
-    if normal is not None:
-        squares = torch.cat([squares, normal])
-    scale, limit = 1.0, math.inf
-    if reader.is_exact and isinstance(lr, float):
-        scale = lr * lr
-        limit = scale * largest_bound(squares)
-    # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
-    is_short = size * limit <= most or (
-        limit < math.inf
-        and (normal is None or math.sqrt(size) * limit <= most)
-        and scale * float(infinity_norm(skew).max()) ** 2 <= most
-    )
-    if is_short:
-        if limit > _LARGE * scale:  # their squares would overflow
-            squares, scale = squares * scale, 1.0
-        return Length(squares, scale, limit), None, lr, lr
-    norms = infinity_norm(skew)
-    if normal is not None:
-        of_move = infinity_norm(normal).sqrt()
-        if inner is not None and reader.steepest < math.inf:
-            of_move = torch.maximum(of_move, size_of(inner) * (SATURATION / reader.steepest))
-        norms = torch.cat([norms, of_move])
-    step, second = shortened(norms.view(-1, count, 1, 1), lr).view(-1, 1, 1), None
-    squares.mul_(step * step)
-    if reader.is_exact:
-        limit = min(_bound_of_finite(squares, reader), most)
-    else:
-        second = symmetric_product(squares, squares)
-        bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
-        limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
-        shorter = (limit / bound).clamp(max=1.0)
-        squares, second, step = squares * shorter, second * shorter.square(), step * shorter.sqrt()
-    return Length(squares, 1.0, limit), second, step[:count], step[count:]
 
 
 def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
@@ -307,13 +368,21 @@ class _PrefixedReader(Reader):
         self.is_exact, self._reader, self.steepest = reader.is_exact, reader, reader.steepest
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        return self._reader.number("coupling " + name, value)
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
+        return self._reader.number("coupling " + name, value, hint)
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        return self._reader.numbers(tuple("coupling " + n for n in names), rows, units, hints)
 
 
-def _longest(
-    lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = SATURATION**2
-) -> float:
+def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _MOST) -> float:
     """Return the eigenvalue bound for which the polynomial of the roots is planned.
 
     ``value()`` is the bound of this step, which the reader keeps for the next one. It is divided by
@@ -321,9 +390,11 @@ def _longest(
     """
     if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
         return most
-    known = _MARGIN * reader.number("length", value)
+    scale = _MARGIN
     if not isinstance(lr, Tensor):  # it may be another than in the step before
-        known *= lr * lr
+        scale *= lr * lr
+    hint = Hint(_SHORT / max(scale, 1e-300), 2 if isinstance(lr, Tensor) else 0)
+    known = scale * reader.number("length", value, hint)
     return min(most, max(_SHORT, known)) if known == known else most
 
 

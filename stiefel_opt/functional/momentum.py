@@ -73,12 +73,9 @@ from stiefel_opt.numerics.linalg import (
     Sums,
     add_product,
     add_product_,
-    apply_step,
-    composed,
     half_error_,
     is_halved,
     product,
-    scale_and_add_,
 )
 
 # Names of state: Z and U, and B, L and N of U = B L - X N, where N = X'B L.
@@ -138,10 +135,9 @@ def sgd(
         return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
     minus_g = normal_force(X, S, G)
     if Z is None:
-        (W,) = sums((minus_g, minus_g))
-        factors = step_factors_of(direction, W, lr, reader, S)
-        within, R = composed(factors.rotation, factors.shortening)
-        new_X = apply_step(X, within, minus_g, R, factors.step)
+        factors = step_factors_of(direction, minus_g, lr, sums, reader, S)
+        within = factors.shortening.baddbmm_(factors.rotation, factors.root)  # D R - I
+        new_X = factors.step.add_product_(add_product(X, X, within), minus_g, factors.root)
         return new_X, {}, factors.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
@@ -228,20 +224,18 @@ def _step_unprojected(
         new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
     else:
         new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
-    (W,) = sums((new_B, new_B))  # 4
-    factors = step_factors_of(direction, W, lr, reader, S)
-    rotation, shortening, _, step, length = factors
-    within, R = composed(rotation, shortening)
+    factors = step_factors_of(direction, new_B, lr, sums, reader, S)  # 4
+    rotation, shortening, R, _, step, length, _ = factors
+    excess = length.squares[X.size(0) :]  # E / scale
     if FACTOR not in state:
         new = carried_skew(new_Z, rotation, "projected")
-        new[OVERLAP] = torch.bmm(R, W) * step
-    else:  # R^(-1) = (I + eta^2 W) R
-        scale = length.scale  # 1 where W may have been shortened
-        excess = W if scale != 1.0 else length.squares[X.size(0) :]
-        new = {SKEW: new_Z, OVERLAP: W * step, FACTOR: torch.baddbmm(R, excess, R, alpha=scale)}
-    del factors, rotation, shortening  # frees memory before a tall product
-    new_X = apply_step(X, within, new_B, R, step)  # 5, 6
-    return new_X, new | {UNPROJECTED: new_B}, length
+        new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
+    else:  # R^(-1) = (I + E) R
+        L = torch.baddbmm(R, excess, R, alpha=length.scale)
+        new = {SKEW: new_Z, OVERLAP: step.over(excess, length.scale), FACTOR: L}
+    # X + X (D R - I) rounds less than X (D R)
+    new_X = add_product(X, X, shortening.baddbmm_(rotation, R))  # 5, 6
+    return step.add_product_(new_X, new_B, R), new | {UNPROJECTED: new_B}, length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -297,25 +291,24 @@ def advance(
         if S is None:
             (overlap,) = sums((X, V))
             V = add_product_(V, X, overlap, alpha=-1.0)
-        W, C = sums((V, V), (V, U))
-        factors = step_factors_of(direction, W, lr, reader, S, companion=True)
-        step, turned = factors.step, add_product(X, X, factors.rotation)  # X D
-        moved = scale_and_add_(V, turned, step)
-        new_X = add_product(moved, moved, factors.shortening)
-        C, base = torch.bmm(factors.companion, C), turned.add_(new_X)  # type: ignore[arg-type]
+        factors = step_factors_of(direction, V, lr, sums, reader, S, also=((V, U),), companion=True)
+        rotation, shortening, _, companion, step, length, (C,) = factors
+        turned = add_product(X, X, rotation)  # X D
+        moved = step.add_to(turned, V)
+        new_X = add_product(moved, moved, shortening)
+        C, base = torch.bmm(companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
-        W, C, overlap = sums((V, V), (V, U), (X, V))
-        W = torch.baddbmm(W, overlap.mH, overlap, alpha=-1.0)
-        factors = step_factors_of(direction, W, lr, reader, S)
-        step = factors.step
-        within, R = composed(factors.rotation, factors.shortening)
-        within -= torch.bmm(overlap, R) * step
-        new_X = apply_step(X, within, V, R, step)
+        pairs = (V, U), (X, V)
+        factors = step_factors_of(direction, V, lr, sums, reader, S, also=pairs, is_projected=True)
+        rotation, shortening, R, _, step, length, (C, overlap) = factors
+        within = shortening.baddbmm_(rotation, R)
+        within.baddbmm_(overlap, step.times(R), alpha=-step.number)
+        new_X = step.add_product_(add_product(X, X, within), V, R)
         C, base = torch.bmm(R, C), new_X
-        new = carried_skew(new_Z, factors.rotation, transport)
-    new[NORMAL] = add_product_(U, base, C, alpha=-step)
-    return new_X, new, factors.length
+        new = carried_skew(new_Z, rotation, transport)
+    new[NORMAL] = step.add_product_(U, base, C, sign=-1)
+    return new_X, new, length
 
 
 def turn_square(

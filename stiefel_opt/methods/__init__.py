@@ -9,7 +9,7 @@ from stiefel_opt.methods.cayley import CayleySGD as CayleySGD
 from stiefel_opt.methods.cayley import cayley_adam as cayley_adam
 from stiefel_opt.methods.cayley import cayley_sgd as cayley_sgd
 from stiefel_opt.methods.descent import ProjectedRGD as ProjectedRGD
-from stiefel_opt.methods.descent import descend as descend
+from stiefel_opt.methods.descent import rgd as rgd
 from stiefel_opt.methods.lbfgs import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.methods.minimize import Minimum as Minimum
 from stiefel_opt.methods.minimize import minimize as minimize

@@ -27,7 +27,7 @@ times X Z + U, with c = 1 at first: eta means what it does in Adam.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -57,6 +57,8 @@ from stiefel_opt.functional import (
 )
 from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    NO_HINT,
+    Hint,
     Reader,
     Sums,
     add_product_,
@@ -73,8 +75,8 @@ from stiefel_opt.optim import (
     StiefelAdam,
     StiefelOptimizer,
     StiefelSGD,
-    checks,
     largest_of,
+    resolved,
 )
 
 SLOPE: Final = "slope"
@@ -211,8 +213,20 @@ class _FarReader(Reader):
         self._reader = reader  # no step is too steep any more
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        return 16.0 * self._reader.number(name, value)
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
+        return 16.0 * self._reader.number(name, value, hint._replace(least=hint.least / 16.0))
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        hints = [hint._replace(least=hint.least / 256.0) for hint in hints]
+        known = self._reader.numbers(names, rows, units, hints)
+        return [256.0 * number for number in known]  # squares
 
 
 def _friction(
@@ -328,7 +342,7 @@ class AdaptiveSGD(_Adaptive, StiefelSGD):
 
     Args:
         params, lr, weight_decay, nesterov, maximize, foreach, fused, differentiable, metric,
-            transport, nonfinite, stiefel: As in :class:`StiefelSGD`.
+            transport, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
         momentum: In (0, 1).
         dampening: Must be 0.
 
@@ -345,6 +359,7 @@ class AdaptiveSGD(_Adaptive, StiefelSGD):
 
     rule = "AdaptiveSGD"
     sums_over_rows = True
+    capturable = True
 
     @override
     def check_options(self, group: Group) -> None:
@@ -372,7 +387,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     Args:
         params, lr, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable,
-            fused, decoupled_weight_decay, metric, transport, nonfinite, stiefel: As in
+            fused, decoupled_weight_decay, metric, transport, nonfinite, stiefel, cuda_graph: As in
             :class:`StiefelAdam`.
         betas: The first in (0, 1).
         nesterov, radius: As in :class:`StiefelAdam`. Default: None, which is False and 1.
@@ -390,6 +405,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     rule = "AdaptiveAdam"
     sums_over_rows = True
+    capturable = True
 
     @override
     def check_options(self, group: Group) -> None:
@@ -398,7 +414,7 @@ class AdaptiveAdam(_Adaptive, StiefelAdam):
 
     @override
     def resolved(self, group: Group) -> Group:
-        return super().resolved(checks.resolved(group, radius=1.0, nesterov=False))
+        return super().resolved(resolved(group, radius=1.0, nesterov=False))
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:

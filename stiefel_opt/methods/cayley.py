@@ -93,7 +93,7 @@ def cayley_sgd(
 
     Args:
         X, G, state, lr, step, sums, reader: as in
-            :func:`stiefel_opt.methods.descend`, with T and V of the momentum M <- mu M - G.
+            :func:`stiefel_opt.methods.rgd`, with T and V of the momentum M <- mu M - G.
         momentum, nesterov: mu; whether X moves along mu M - G.
         steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
 
@@ -254,7 +254,7 @@ class CayleySGD(_Iterated, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, nonfinite, stiefel: As in :class:`StiefelSGD`.
+            differentiable, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
         steps: Iterations of the Cayley map. Default: 2.
         exact: Solve for it instead. Default: no.
 
@@ -272,6 +272,7 @@ class CayleySGD(_Iterated, SGDLike):
 
     rule = "CayleySGD"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
 
     def __init__(
@@ -291,6 +292,7 @@ class CayleySGD(_Iterated, SGDLike):
         exact: bool = False,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
 
@@ -315,7 +317,7 @@ class CayleyAdam(_Iterated, AdamLike):
 
     Args:
         params, lr, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused,
-            decoupled_weight_decay, nonfinite, stiefel: As in :class:`StiefelAdam`.
+            decoupled_weight_decay, nonfinite, stiefel, cuda_graph: As in :class:`StiefelAdam`.
         betas, eps: As in ``torch.optim.Adam``, for both kinds; ``eps`` is under the root for
             constrained parameters. The paper has betas of 0.9 and 0.99.
         steps, exact: As in :class:`CayleySGD`.
@@ -332,6 +334,7 @@ class CayleyAdam(_Iterated, AdamLike):
 
     rule = "CayleyAdam"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
 
     def __init__(
@@ -353,6 +356,7 @@ class CayleyAdam(_Iterated, AdamLike):
         exact: bool = False,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
 

@@ -57,7 +57,7 @@ from stiefel_opt.optim import (
 from stiefel_opt.tags import Stiefel
 
 
-def descend(
+def rgd(
     X: Tensor,
     G: Tensor,
     state: Mapping[str, Tensor],
@@ -133,7 +133,7 @@ class ProjectedRGD(SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, nonfinite, stiefel: As in :class:`StiefelSGD`.
+            differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
         retraction: "cayley", "qr" or "polar".
 
     Raises:
@@ -151,6 +151,7 @@ class ProjectedRGD(SGDLike):
 
     rule = "ProjectedRGD"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
 
     def __init__(
@@ -170,6 +171,7 @@ class ProjectedRGD(SGDLike):
         retraction: str = "cayley",
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
 
@@ -185,4 +187,4 @@ class ProjectedRGD(SGDLike):
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        return self.bound(group, descend, "metric", "retraction")
+        return self.bound(group, rgd, "metric", "retraction")

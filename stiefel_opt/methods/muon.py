@@ -632,7 +632,7 @@ class StiefelMuon(MuonLike):
         maximize: Ascend.
         foreach, fused, capturable: For AdamW, as in torch.
         differentiable: Must be False.
-        scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        scale_pull, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -650,6 +650,7 @@ class StiefelMuon(MuonLike):
 
     rule = "StiefelMuon"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
     velocity_names = (AMBIENT,)
 
@@ -672,6 +673,7 @@ class StiefelMuon(MuonLike):
         scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         options = options_of(locals())
         super().__init__(params, {**options, "amsgrad": False, "decoupled_weight_decay": True})

@@ -347,7 +347,7 @@ class PublishedSGD(_Published, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, nonfinite, stiefel: As in :class:`StiefelSGD`.
+            differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
         rotation: How X turns within its span: "euler", "cayley" or "expm".
 
     Raises:
@@ -364,6 +364,7 @@ class PublishedSGD(_Published, SGDLike):
 
     rule = "PublishedSGD"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
 
     def __init__(
@@ -383,6 +384,7 @@ class PublishedSGD(_Published, SGDLike):
         rotation: str = "euler",
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
 
@@ -402,8 +404,8 @@ class PublishedAdam(_Published, AdamLike):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable,
-            differentiable, fused, decoupled_weight_decay, metric, nonfinite, stiefel: As in
-            :class:`StiefelAdam`.
+            differentiable, fused, decoupled_weight_decay, metric, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelAdam`.
         rotation: As in :class:`PublishedSGD`.
 
     Raises:
@@ -419,6 +421,7 @@ class PublishedAdam(_Published, AdamLike):
 
     rule = "PublishedAdam"
     sums_over_rows = True
+    capturable = True
     learns_scale = True
 
     def __init__(
@@ -440,6 +443,7 @@ class PublishedAdam(_Published, AdamLike):
         rotation: str = "euler",
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
 

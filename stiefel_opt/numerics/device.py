@@ -15,7 +15,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,10 @@ from stiefel_opt.errors import HALF, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
 _MANY: Final = 1024  # rows of numbers that are kept
+_SLOTS: Final = 32  # steps by which a device may be behind the host
 _NUMBERS: Final[dict[tuple[torch.device, tuple[float, ...], torch.dtype], Tensor]] = {}
+_LOOSE: Final = 4.0  # a bound on a number may be that much above it
+_RING: Final = 8  # numbers that are on their way to captured steps
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
@@ -107,21 +110,26 @@ def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
 
     A list in its place would be sent, and waited for, at every use.
     """
-    is_kept = device.type != "cpu" and len(places) <= _LONG and has_no_owner(device)
-    send = _sent if is_kept else _sent.__wrapped__
-    return send(device, tuple(places), torch.long)
+    if device.type == "cpu" or len(places) > _LONG:
+        return _sent(device, tuple(places), torch.long)
+    return _kept_on(device, tuple(places), torch.long, is_plain=True)
 
 
 def numbers_on(like: Tensor, *values: float) -> Tensor:
     """Return real numbers in the precision and on the device of a tensor, sent there once."""
-    key = like.device, values, like.real.dtype
     is_plain = type(like) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+    return _kept_on(like.device, values, like.real.dtype, is_plain=is_plain)
+
+
+def _kept_on(
+    device: torch.device, values: tuple[float, ...], dtype: torch.dtype, *, is_plain: bool
+) -> Tensor:
+    key = device, values, dtype
     if is_plain and key in _NUMBERS:
         return _NUMBERS[key]
-    if not has_no_owner(like.device):  # a graph that is being captured must not read the host
-        filled = [torch.full((), value, dtype=key[2], device=like.device) for value in values]
-        return torch.stack(filled)
-    numbers = _sent.__wrapped__(*key)
+    if not has_no_owner(device):  # a graph that is being captured must not read the host
+        return torch.stack([torch.full((), each, dtype=dtype, device=device) for each in values])
+    numbers = _sent(*key)
     if len(_NUMBERS) < _MANY:  # none is dropped: a captured graph may use it
         _NUMBERS[key] = numbers
     return numbers
@@ -135,7 +143,6 @@ def has_no_owner(device: torch.device) -> bool:
     return not is_fake and torch._C._functorch.peek_interpreter_stack() is None
 
 
-@functools.lru_cache(maxsize=256)
 def _sent(device: torch.device, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(mode=False):  # every caller shares it
         pinned = device.type == "cuda"
@@ -200,6 +207,16 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 # ---- readers -----------------------------------------------------------------------------------
 
 
+class Hint(NamedTuple):
+    """What a caller makes of a number: the same up to ``least``; it grows as lr^``power``."""
+
+    least: float = 0.0
+    power: int = 0
+
+
+NO_HINT: Final = Hint()
+
+
 class Reader(ABC):
     """Reads sizes of tensors, by which a step chooses how much work it does.
 
@@ -209,14 +226,30 @@ class Reader(ABC):
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
     is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
     steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
+    steepness: float = math.inf  # what is known of it
 
     @abstractmethod
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         """Return what is known of the largest entry of ``value()``; inf if nothing is.
 
-        ``name`` is the key of the stored number: use it once a step. ``value`` is called only where
-        its number is used.
+        Args:
+            name: The key of the stored number: use it once a step.
+            value: Called only where its number is used.
+            hint: What the caller makes of it.
         """
+
+    def numbers(
+        self,
+        names: tuple[str, ...],  # noqa: ARG002
+        rows: Tensor,
+        units: tuple[float, ...],  # noqa: ARG002
+        hints: Sequence[Hint] = (),  # noqa: ARG002
+    ) -> Sequence[float]:
+        """Return what is known of the largest finite number of each row times its unit.
+
+        They are sent by one copy, known by ``names``, and not negative; inf where there is none.
+        """
+        return [math.inf] * rows.size(0)
 
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
         """Drop a number of an earlier step that says nothing of the next one."""
@@ -228,48 +261,179 @@ class Now(Reader):
     is_exact = True
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         return float(value().max())
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        return [
+            unit * max((number for number in row if number < math.inf), default=math.inf)
+            for row, unit in zip(rows.tolist(), units, strict=True)
+        ]
 
 
 class Fixed(Reader):
     """Reads nothing, so that rounding is removed in every step."""
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         return math.inf
+
+
+class _Ring:
+    """Numbers of the last steps, as their copies arrive in memory of the host."""
+
+    def __init__(self, rows: Tensor) -> None:
+        dtype = rows.dtype if rows.dtype in (torch.float32, torch.float64) else torch.float64
+        shape, pinned = (_SLOTS, *rows.shape), rows.is_cuda
+        self._host = torch.full(shape, -1.0, dtype=dtype, device="cpu", pin_memory=pinned)
+        self._memory: Any = self._host.numpy()  # reading it is no operation of torch, and no wait
+        self._units: list[tuple[float, ...]] = [()] * _SLOTS
+        self._sent = self._arrived = 0
+        self._largest = [math.inf] * rows.size(0)
+
+    def fits(self, rows: Tensor) -> bool:
+        """Say whether these are as many numbers."""
+        return self._host.shape[1:] == rows.shape
+
+    def look(self) -> list[float]:
+        """Return the largest finite number of each row of the last step that has arrived."""
+        while self._arrived < self._sent:
+            slot = self._arrived % _SLOTS
+            if (self._memory[slot] == -1.0).any():
+                break
+            self._largest = [
+                unit * float(row[row < math.inf].max(initial=-1.0))
+                for row, unit in zip(self._memory[slot], self._units[slot], strict=True)
+            ]
+            self._largest = [each if each >= 0 else math.inf for each in self._largest]
+            self._arrived += 1
+        return self._largest
+
+    def send(self, rows: Tensor, units: tuple[float, ...]) -> None:
+        """Begin to copy the numbers of this step, unless the device is far behind."""
+        if self._sent - self._arrived < _SLOTS:
+            slot = self._sent % _SLOTS
+            self._memory[slot], self._units[slot] = -1.0, units
+            self._host[slot].copy_(rows, non_blocking=True)
+            self._sent += 1
 
 
 class Lagged(Reader):
     """Knows the numbers of the step before: the device copies them to the host in its own time.
 
-    What is returned is the last number whose copy has arrived; a margin is left to the caller.
+    What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
     """
 
     def __init__(self) -> None:
-        self._host: dict[str, tuple[Tensor, Any]] = {}
+        self._rings: dict[tuple[str, ...], _Ring] = {}
 
     @override
-    def number(self, name: str, value: Callable[[], Tensor]) -> float:
-        largest = value().amax()
-        if name not in self._host:
-            pinned, dtype = largest.is_cuda, largest.dtype
-            if dtype not in (torch.float32, torch.float64):  # of a rule of one's own
-                dtype = torch.float64
-            host = torch.full((), math.inf, dtype=dtype, device="cpu", pin_memory=pinned)
-            self._host[name] = host, host.numpy()
-        host, memory = self._host[name]
-        earlier = float(memory)  # a number in memory: no operation of torch, and no wait
-        host.copy_(largest, non_blocking=True)
+    def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
+        return self.numbers((name,), value().reshape(1, -1), (1.0,))[0]
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        earlier = self._rings[names].look() if names in self._rings else [math.inf] * len(names)
+        self.send(names, rows, units)
         return earlier
 
     @override
     def forget(self, name: str) -> None:
-        self._host.pop(name, None)  # a copy to it may be on its way
+        self._rings.pop((name,), None)  # a copy to it may be on its way
 
-    def known(self, name: str) -> float:
+    def send(self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]) -> None:
+        """Begin to copy the numbers of a step."""
+        ring = self._rings.get(names)
+        if ring is None or not ring.fits(rows):
+            ring = self._rings[names] = _Ring(rows)
+        ring.send(rows, units)
+
+    def known(self, name: str, hint: Hint = NO_HINT) -> float:  # noqa: ARG002
         """Return the number of an earlier step; inf if there is none."""
-        return float(self._host[name][1]) if name in self._host else math.inf
+        found = [
+            ring.look()[names.index(name)] for names, ring in self._rings.items() if name in names
+        ]
+        return found[0] if found else math.inf
+
+
+class Planned(Lagged):
+    """Answers for a step that is captured: bounds on those of a :class:`Lagged`.
+
+    The captured step may be repeated for as long as they :meth:`still_hold`. Its learning rate is a
+    tensor, which the host may know: what grows with it is kept for a learning rate of 1.
+    """
+
+    def __init__(self, lagged: Lagged, lr: float | None) -> None:
+        super().__init__()
+        self._lagged, self._lr = lagged, lr
+        # eager steps keep numbers of the same name in another unit
+        self._prefix = "captured " if lr is None else "captured, per learning rate, "
+        self._given: dict[str, tuple[Hint, float]] = {}  # answers
+        self._found: dict[tuple[str, ...], tuple[Tensor, tuple[float, ...], list[int]]] = {}
+        self._forgotten: set[str] = set()
+
+    @override
+    def numbers(
+        self,
+        names: tuple[str, ...],
+        rows: Tensor,
+        units: tuple[float, ...],
+        hints: Sequence[Hint] = (),
+    ) -> Sequence[float]:
+        hints = [*hints, *[NO_HINT] * (len(names) - len(hints))]
+        answers = [self.known(name, hint) for name, hint in zip(names, hints, strict=True)]
+        self._found[names] = rows, units, [hint.power for hint in hints]
+        return answers
+
+    @override
+    def known(self, name: str, hint: Hint = NO_HINT) -> float:
+        if name not in self._given:
+            known, least = self._known(name, hint), max(hint.least, 2.0**-200)
+            answer = max(known, least)
+            if least < known < math.inf:  # a power of 2 above
+                answer = least * 2.0 ** math.ceil(math.log2(known / least))
+            self._given[name] = hint._replace(least=least), answer
+        return self._given[name][1]
+
+    @override
+    def forget(self, name: str) -> None:
+        self._forgotten.add(name)
+
+    def still_hold(self, lr: float | None) -> bool:
+        """Say whether every answer is a bound still, and not a loose one."""
+        self._lr = lr
+        for name, (hint, answer) in self._given.items():
+            known = max(self._known(name, hint), hint.least)
+            if not (known == answer or known <= answer <= _LOOSE * known):
+                return False
+        return True
+
+    def pass_on(self) -> None:
+        """Begin to copy the numbers of the step that the device has been given."""
+        for name in self._forgotten:
+            self._lagged.forget(self._prefix + name)
+        for names, (rows, units, powers) in self._found.items() if self._lr != 0 else ():
+            scales = tuple(
+                unit / (self._lr or 1.0) ** power for unit, power in zip(units, powers, strict=True)
+            )
+            self._lagged.send(tuple(self._prefix + name for name in names), rows, scales)
+
+    def _known(self, name: str, hint: Hint) -> float:
+        number = self._lagged.known(self._prefix + name)
+        return number * self._lr**hint.power if self._lr else number
 
 
 _FIXED: Final = Fixed()
@@ -277,6 +441,8 @@ _FIXED: Final = Fixed()
 
 def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
+    if isinstance(lagged, Planned):
+        return lagged
     if is_compiling() or not has_values(tensor):
         return _FIXED
     if is_cpu(tensor):
@@ -286,6 +452,86 @@ def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     if tensor.is_cuda:
         return _FIXED if torch.cuda.is_current_stream_capturing() else lagged
     return lagged if tensor.is_cpu else _FIXED  # without pinned memory a copy would wait
+
+
+# ---- captured steps ------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Captures work on a CUDA device as graphs, and sends a number of the host to them.
+
+    Args:
+        device: Where the work is done.
+        shared: What recorders of work that never runs at once have in common: temporaries.
+
+    Attributes:
+        number: What was sent last, float64.
+    """
+
+    def __init__(self, device: torch.device, shared: dict[Any, Any]) -> None:
+        self._device, self._shared = device, shared
+        self.number = torch.zeros((), dtype=torch.float64, device=device)
+        self._sent: float | None = None
+        self._ring: list[tuple[Tensor, Any]] = []  # a copy on its way needs memory of its own
+        self._turn = 0
+        self._last_stream: Any = None
+
+    @staticmethod
+    def is_busy() -> bool:
+        """Say whether somebody else captures this step."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def follow(self) -> None:
+        """Let the current stream wait for the one on which the last step was sent."""
+        current = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and current != self._last_stream:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
+
+    def send(self, number: float | None) -> None:
+        """Send a number, if it is another than before, while nobody waits; None: it is there."""
+        if number is not None and number != self._sent:
+            host, arrived = self._slot()
+            host.fill_(number)
+            self.number.copy_(host, non_blocking=True)
+            if arrived is not None:
+                arrived.record(torch.cuda.current_stream(self._device))
+        self._sent = number
+
+    def _slot(self) -> tuple[Tensor, Any]:
+        """Return memory that pages stay in, and the event that says when it has been read."""
+        is_cuda = self._device.type == "cuda"
+        if len(self._ring) < _RING:
+            host = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=is_cuda)
+            self._ring.append((host, torch.Event(self._device) if is_cuda else None))
+            return self._ring[-1]
+        host, arrived = self._ring[self._turn % _RING]
+        self._turn += 1
+        if arrived is not None:
+            arrived.synchronize()  # the host is eight changes ahead
+        return host, arrived
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Capture ``work``, which does not run yet, and return what runs it."""
+        device, graph = self._device, torch.cuda.CUDAGraph()
+        if device not in self._shared:
+            self._shared[device] = torch.cuda.graph_pool_handle(), torch.Stream(device)
+        pool, stream = self._shared[device]
+        # torch leaves the stream of a capture that fails as the current one
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            mode = "thread_local"  # other threads may go on
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+                work()
+        return graph.replay
+
+
+# By type of device.
+RECORDERS: Final[dict[str, type[Recorder]]] = {"cuda": Recorder}
+
+
+def recorder_for(tensor: Tensor) -> type[Recorder] | None:
+    """Return what captures work on the device of a tensor; None where nothing does."""
+    return RECORDERS.get(tensor.device.type)
 
 
 # ---- precision ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,9 +65,10 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
     """Return the real part of <A, B>, ``(k, 1, 1)``, by one call where memory is in one order."""
     if left.stride(-1) != 1:
         left, right = left.mT, right.mT
-    is_small = is_cpu(left) and left.shape[1:].numel() < _SHORT
+    # on a CPU the product is fast for one long matrix only
+    is_slow = is_cpu(left) and (left.size(0) > 1 or left.numel() < _SHORT)
     in_order = left.is_contiguous() and right.is_contiguous()
-    if is_small or left.is_complex() or not in_order:
+    if is_slow or left.is_complex() or not in_order:
         return inner_product(left, right)
     return torch.bmm(left.flatten(1).unsqueeze(1), right.flatten(1).unsqueeze(2))
 
@@ -93,11 +94,15 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
     return total.baddbmm_(left[:, most:].mH, right[:, most:])
 
 
-def own_gram(tall: Tensor) -> Tensor:
-    """Return A'A for a tall batch ``(k, n, m)``."""
-    if not is_halved(tall):
-        return gram(tall, tall)
-    return symmetric_product(tall.mH, tall)
+def own_gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+    """Return alpha A'A for a tall batch ``(k, n, m)``, in the memory ``into`` if there is some."""
+    if is_halved(tall):
+        return symmetric_product(tall.mH, tall, into, alpha=alpha)
+    if into is None:
+        return gram(tall, tall) if alpha == 1 else gram(tall, tall).mul_(alpha)
+    if tall.size(-1) <= _FEW_COLUMNS and tall.size(-2) > _ROWS_AT_A_TIME:
+        return torch.mul(gram(tall, tall), alpha, out=into)
+    return into.baddbmm_(tall.mH, tall, beta=0.0, alpha=alpha)
 
 
 def is_halved(columns: Tensor) -> bool:
@@ -124,13 +129,22 @@ class Sums:
         self.row_sum, self.rows, self.scale = row_sum, rows, scale
         self.are_local = row_sum is None
 
-    def __call__(self, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Return A'B, ``(k, m, m)``, for each pair; processes talk once."""
-        products = [own_gram(left) if left is right else gram(left, right) for left, right in pairs]
+    def __call__(
+        self, *pairs: tuple[Tensor, Tensor], into: Tensor | None = None, alpha: float = 1.0
+    ) -> list[Tensor]:
+        """Return A'B, ``(k, m, m)``, for each pair; processes talk once.
+
+        With ``into`` the first pair is a tall matrix twice, and alpha A'A is put there.
+        """
+        rest = pairs if into is None or self.row_sum is not None else pairs[1:]
+        products = [own_gram(left) if left is right else gram(left, right) for left, right in rest]
         if self.row_sum is None or not products:
-            return products
+            return products if into is None else [own_gram(pairs[0][0], into, alpha), *products]
         packed = self.row_sum(torch.cat(products, dim=-1))
-        return list(torch.split(packed, products[0].size(-1), dim=-1))
+        products = list(torch.split(packed, products[0].size(-1), dim=-1))
+        if into is not None:
+            products[0] = torch.mul(products[0], alpha, out=into)
+        return products
 
     def add(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the processes that share the rows."""
@@ -202,28 +216,33 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, alpha=alpha).mT
 
 
-def scale_and_add_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
-    """Return base + factor tensor, in the memory of ``tensor``."""
-    if isinstance(factor, Tensor):
-        return torch.addcmul(base, tensor, factor, out=tensor)
-    return torch.add(base, tensor, alpha=factor, out=tensor)
+class Step(NamedTuple):
+    """The learning rate of a step that may be cut: eta = number * factor, where None is 1."""
 
+    number: float
+    factor: Tensor | None = None  # ``(k, 1, 1)``
+    may_vanish: bool = False  # a factor may be 0
 
-def composed(rotation: Tensor, shortening: Tensor) -> tuple[Tensor, Tensor]:
-    """Return D R - I and R, for D - I and R - I."""
-    root = plus_identity(shortening)
-    return torch.baddbmm(shortening, rotation, root), root
+    def times(self, small: Tensor) -> Tensor:
+        """Return A times the factor."""
+        return small if self.factor is None else small * self.factor
 
+    def add_product_(self, target: Tensor, tall: Tensor, small: Tensor, sign: int = 1) -> Tensor:
+        """Add eta tall @ small to ``target`` in place."""
+        return add_product_(target, tall, self.times(small), alpha=sign * self.number)
 
-def apply_step(
-    tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
-) -> Tensor:
-    """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``.
+    def add_to(self, base: Tensor, tensor: Tensor) -> Tensor:
+        """Return base + eta A, in the memory of A."""
+        if self.factor is None:
+            return torch.add(base, tensor, alpha=self.number, out=tensor)
+        return torch.addcmul(base, tensor, self.factor, value=self.number, out=tensor)
 
-    ``within`` is the difference of a matrix from I: adding the small product to X rounds less than
-    multiplying X by that matrix.
-    """
-    return add_product_(add_product(tall, tall, within), direction, root, alpha=step)
+    def over(self, small: Tensor, scale: float) -> Tensor:
+        """Return scale A / eta, 0 where eta is."""
+        result = small * (scale / self.number if self.number else 0.0)
+        if self.factor is None:
+            return result
+        return result.div_(self.factor + (self.factor == 0) if self.may_vanish else self.factor)
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Optimizers for models in which some parameters stay orthonormal."""
 
 from stiefel_opt.functional.flows import Length as Length
-from stiefel_opt.optim import checks as checks
 from stiefel_opt.optim.base import StiefelOptimizer as StiefelOptimizer
 from stiefel_opt.optim.checkpoint import check_state_dict as check_state_dict
 from stiefel_opt.optim.checks import check_metric as check_metric
+from stiefel_opt.optim.checks import resolved as resolved
 from stiefel_opt.optim.commit import Rule as Rule
 from stiefel_opt.optim.commit import ScaleRule as ScaleRule
 from stiefel_opt.optim.families import SCALE_MOMENTS as SCALE_MOMENTS
@@ -21,5 +21,6 @@ from stiefel_opt.optim.stiefel import Z_STATE as Z_STATE
 from stiefel_opt.optim.stiefel import StiefelAdam as StiefelAdam
 from stiefel_opt.optim.stiefel import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim.stiefel import StiefelSGD as StiefelSGD
+from stiefel_opt.optim.tagged import TaggedOptimizer as TaggedOptimizer
 from stiefel_opt.optim.torch_rules import Group as Group
 from stiefel_opt.optim.torch_rules import step_adam as step_adam

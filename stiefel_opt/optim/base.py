@@ -27,15 +27,17 @@ from stiefel_opt.numerics.device import exact_products, is_compiling, readable
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
+from stiefel_opt.optim.capture import Capture, captures_of, check_wanted, how_stepped
 from stiefel_opt.optim.commit import Correction, Rule, ScaleRule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import START, State, StateDict, complete_state, declared_once
+from stiefel_opt.optim.tagged import TaggedOptimizer
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
-from stiefel_opt.tags.parameter import note_whole, project_untagged
+from stiefel_opt.tags.parameter import mark_unconstrained, project_untagged
 
 # The learning rate is limited so that its square fits float32; rotations saturate long before.
 _LARGEST_LR: Final = 2.0**50
@@ -43,6 +45,7 @@ _LARGEST_LR: Final = 2.0**50
 # Attributes of a class that speak of a method: who overrides the method says them again.
 _SAID_OF: Final = {
     "sums_over_rows": "rule_for",
+    "capturable": "rule_for",
     "learns_scale": "rule_for",
     "plain_is_elementwise": "update_plain",
 }
@@ -63,6 +66,12 @@ def _require_finite(lr: Any) -> None:
         checks.refuse_lr(lr)
 
 
+def _limited(lr: float | Tensor) -> float | Tensor:
+    """Return a number where it can be read, and not too large a one."""
+    value = readable(lr) if isinstance(lr, Tensor) else lr
+    return lr if value is None else min(float(value), _LARGEST_LR)
+
+
 class GroupIndex:
     """Which parameters of a group are plain, and which are constrained and have state.
 
@@ -73,15 +82,16 @@ class GroupIndex:
     def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = tags_of(self._params)
+        self.weight_groups: list[WeightGroup] = []
+        self.captures: list[Capture | None] = []
         self._stiefel = group["stiefel"]
-        note_whole(self._params, self._stiefel is False)
+        mark_unconstrained(self._params, self._stiefel is False)
         self._bind(optimizer, group)
         self.readings = [checks.reading(parameter, group) for parameter in self._params]
         checks.check_shapes(self._params, self.readings, optimizer.param_groups)
         checks.check_learned_scale(group, optimizer)
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
-        self.weight_groups: list[WeightGroup] = []
 
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
         optimizer.check_options(group)
@@ -91,6 +101,13 @@ class GroupIndex:
         self.declared = optimizer.declared_for(group)
         self.rule, self.scale_rule = optimizer.rule_for(group), optimizer.scale_rule_for(group)
         self.correction = optimizer.correction_for(group)
+        self._allow_captures(optimizer, group)
+
+    def _allow_captures(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        check_wanted(self.weight_groups, group)
+        for capture in self.captures:
+            if capture is not None:
+                capture.allow(group, is_capturable=optimizer.capturable)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
         """Say whether parameters, tags and state are as they were; bind options that are new."""
@@ -152,6 +169,8 @@ class GroupIndex:
             WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
             for each in weights.values()
         ]
+        self.captures = captures_of(self.weight_groups, optimizer.records.of_graphs)
+        self._allow_captures(optimizer, group)
         self.waiting = sorted(waiting)
         checks.warn_of_restarts(restarted, optimizer.param_groups)
 
@@ -190,7 +209,7 @@ def drop_unfit(optimizer: StiefelOptimizer) -> None:
     checks.warn_of_restarts(restarted, optimizer.param_groups)
 
 
-class StiefelOptimizer(Optimizer, ABC):
+class StiefelOptimizer(TaggedOptimizer, ABC):
     """Base of all optimizers here: a group holds constrained and plain parameters side by side.
 
     A subclass has three parts: the state of a matrix (:meth:`state_for`), a pure rule that moves a
@@ -202,7 +221,7 @@ class StiefelOptimizer(Optimizer, ABC):
     Args:
         params: Parameters, named parameters or groups, as in torch. A step needs their values: not
             on the meta device.
-        defaults: Options of the groups; ``nonfinite`` and ``stiefel`` are added.
+        defaults: Options of the groups; ``nonfinite``, ``stiefel`` and ``cuda_graph`` are added.
 
     Attributes:
         rule: The name under which a checkpoint is saved. Default: that of the class.
@@ -213,6 +232,10 @@ class StiefelOptimizer(Optimizer, ABC):
             other. Processes that share the plain rows of a constrained weight then pass only their
             own rows. A class that overrides that method must say it again. Default: False, and such
             weights are refused.
+        capturable: Whether a step on a GPU may be captured, ``cuda_graph``: the rule decides by no
+            number of a tensor but what ``reader`` returns, and by no number that changes from step
+            to step but ``lr`` and ``step``, which are tensors then. A class that overrides
+            :meth:`rule_for` must say it again. Default: False, and its steps are eager.
         learns_scale: Whether the rule moves Q of a learned scale as well,
             ``Stiefel(learn_scale=True)``: g is moved by the rule of its family. A class that
             overrides :meth:`rule_for` must say it again. Default: False, and such weights are
@@ -222,10 +245,9 @@ class StiefelOptimizer(Optimizer, ABC):
             overrides :meth:`velocity_in` and :meth:`state_of_velocity`.
     """
 
-    rule: str = ""
     sums_over_rows: bool = False
     plain_is_elementwise: bool = False
-    learns_scale: bool = False
+    capturable: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
@@ -240,33 +262,27 @@ class StiefelOptimizer(Optimizer, ABC):
         family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
         if family is not StiefelOptimizer:
             checks.check_family(cls, family)
-        checks.name_options(cls)
         cls._known = {}
         for name, function in _SAID_OF.items():  # what a class inherits was said of another one
             if function in vars(cls):
                 setattr(cls, name, bool(vars(cls).get(name)))
 
     def __init__(self, params: Any, defaults: Group) -> None:
-        self.rule = self.rule or type(self).__name__
         self._indices: list[GroupIndex | None] = []
-        checks.check_params(params)
-        defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
+        defaults = {"nonfinite": "skip", "stiefel": None, "cuda_graph": None, **defaults}
         self._handle, self.records = remember(self), Records()
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         # known from now on: every group has been looked at, and weights may be written to
         self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
         self._admit_groups(self.param_groups)
-        checks.warn_if_nothing_is_constrained(self.param_groups)
+        self.warn_if_nothing_is_constrained()
 
     # ---- what a subclass says ------------------------------------------------------------------
 
+    @override
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
-        checks.check_common_options(group)
-
-    def resolved(self, group: Group) -> Group:
-        """Return a group in which options that are None have the value they stand for."""
-        return group
+        checks.check_common_options(group, self)
 
     @abstractmethod
     def state_for(self, group: Group) -> tuple[State, ...]:
@@ -346,11 +362,7 @@ class StiefelOptimizer(Optimizer, ABC):
         count = len(self.param_groups)
         try:
             for part in self._parts(param_group):
-                checks.check_option_names(part, self.defaults, type(self).__name__)
-                group = checks.completed(part, self.defaults)
-                self.check_options(group)
-                checks.check_new_group(group, self.param_groups, self)
-                super().add_param_group(group)
+                super().add_param_group(self.admitted(part))
                 self._indices.append(None)
             if hasattr(self, "_completes"):
                 self._admit_groups(self.param_groups[count:])
@@ -364,7 +376,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _admit_groups(self, groups: list[Group]) -> None:
         """Constrain what the key ``stiefel`` says, and remember the tags."""
-        checks.check_memory(self.param_groups)
+        self.check_memory()
         for group in groups:
             project_untagged(group["params"], group["stiefel"])
             self.records.recall(group["params"])
@@ -456,7 +468,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Divide the parameters of a group anew, plain from constrained; admit those with state."""
         earlier = self._indices[place]
         if self.records.recall(group["params"]) or earlier:
-            checks.check_memory(self.param_groups)
+            self.check_memory()
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
             self.records.drop_unfit(self.state, group["params"][plain], None, ())
@@ -515,7 +527,7 @@ class StiefelOptimizer(Optimizer, ABC):
             checks.refuse_nonfinite(weights.parameters[weights.unsafe[0]], self.param_groups)
         if group["nonfinite"] == "raise" and weights.overflowed:
             checks.refuse_overflow(weights.parameters[weights.overflowed[0]], self.param_groups)
-        checks.check_finite(changed, self.param_groups)
+        self.check_finite(changed)
 
     def _move_plain(self, group: Group, parameters: list[Tensor]) -> None:
         """Move the plain parameters of a group that have a gradient."""
@@ -537,13 +549,12 @@ class StiefelOptimizer(Optimizer, ABC):
         for group, index, lr in zip(self.param_groups, self._indices, lrs, strict=True):
             if index is None:
                 continue
-            value = readable(lr) if isinstance(lr, Tensor) else lr
-            lr = lr if value is None else min(float(value), _LARGEST_LR)
+            lr = _limited(lr)
             rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
             options = StepOptions(*rules, lr, group["nonfinite"], index.scale_rule)
-            for weights in index.weight_groups:
+            for weights, capture in zip(index.weight_groups, index.captures, strict=True):
                 with exact_products(weights.steps):
-                    turning = weights.step(options)
+                    turning = (capture or weights).step(options)
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
                 if turning:
@@ -614,14 +625,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     # ---- what a user may ask -------------------------------------------------------------------
 
-    def skipped_steps(self) -> dict[str, int]:
-        """Return how many steps each parameter has missed because its gradient was not finite.
-
-        Parameters that missed none are left out. Counted since this optimizer was made, under
-        ``nonfinite="skip"``. Waits for an accelerator.
-        """
-        return checks.by_name(self.skipped_steps_of(), self.param_groups)
-
+    @override
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return the counts of :meth:`skipped_steps` by parameter."""
         return self.records.skipped()
@@ -636,6 +640,8 @@ class StiefelOptimizer(Optimizer, ABC):
         """
         angles = [weights.angles() for weights in self.all_constrained()]
         return dict(itertools.chain(*map(dict.items, angles)))
+
+    how_stepped = how_stepped
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -679,4 +685,5 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        return checks.described(type(self).__name__, self.param_groups, self.resolved)
+        name, last = type(self).__name__, self.how_stepped()
+        return checks.described(name, self.param_groups, self.resolved, last)

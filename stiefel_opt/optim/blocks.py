@@ -113,7 +113,7 @@ class Block:
 def blocks_of(weight: Weight) -> list[Block]:
     """Return the constrained ranges of a parameter."""
     value, manifold = weight.moving(), weight.local_manifold
-    dim, blocks = manifold.dimensions(value.ndim)[0], []
+    dim, blocks = manifold.dims(value.ndim).rows[0], []
     for index, (part, reading) in enumerate(manifold.blocks(value)):
         wide = reading.is_wide(part.shape) if weight.shards is None else weight.shards.wide[index]
         narrow = None

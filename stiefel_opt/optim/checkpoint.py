@@ -118,7 +118,8 @@ def take_marks(saved_groups: list[Group], rule: str) -> bool:
     """Take the marks out of saved groups; return whether they come from an optimizer of torch."""
     of_torch = all("stiefel" not in saved for saved in saved_groups)
     for saved in saved_groups:
-        number, other = saved.pop(_FORMAT, FORMAT), saved.pop(_RULE, rule)
+        number = saved.pop(_FORMAT, FORMAT)
+        other = of_today(saved, saved.pop(_RULE, rule))
         if not isinstance(number, int) or number > FORMAT:
             condition = f"be at most {FORMAT}"
             remedy = "a newer stiefel_opt has written it: update the package"
@@ -127,6 +128,23 @@ def take_marks(saved_groups: list[Group], rule: str) -> bool:
             remedy = f"load it into {other}, or load the weights only and let {rule} start anew"
             raise ValueError(fail("state_dict", f"be one of {rule}", f"one of {other}", remedy))
     return of_torch
+
+
+def of_today(saved: Group, rule: str) -> str:
+    """Take options that are classes of their own now out of a saved group; return its class.
+
+    The state of ``adaptive=True`` and of ``transport="published"`` is that of these classes.
+    """
+    family = rule.removeprefix("Stiefel")
+    if rule not in ("StiefelSGD", "StiefelAdam") or "adaptive" not in saved:
+        return rule
+    is_adaptive, rotation = saved.pop("adaptive"), saved.pop("rotation")
+    if saved["transport"] == "published":
+        for name in ("transport", "radius", *(["nesterov"] if family == "Adam" else [])):
+            saved.pop(name, None)
+        saved["rotation"] = rotation or "euler"
+        return f"Published{family}"
+    return f"Adaptive{family}" if is_adaptive else rule
 
 
 def check_plain_rule(
@@ -301,6 +319,7 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor)
     if current is None:
         return False
     earlier = Stiefel.from_dict(saved)
+    current, earlier = current.on(parameter.ndim), earlier.on(parameter.ndim)
     if current.learn_scale:  # its start is in the state; from a run without it, it begins
         return replace(current, scale=1.0) == replace(earlier, scale=1.0, learn_scale=True)
     if replace(current, scale=1.0) != replace(earlier, scale=1.0):
@@ -315,6 +334,7 @@ def complete_options(
     """Give saved groups the options that they lack, from ``before`` or as they are now."""
     for group, saved in zip(groups, saved_groups, strict=False):
         saved["stiefel"] = group["stiefel"]
+        saved["cuda_graph"] = group["cuda_graph"]  # of this machine, not of a training
         earlier = {**group, **before}
         for name in names:
             saved.setdefault(name, earlier[name])

@@ -90,8 +90,13 @@ def completed(param_group: Group, defaults: Group) -> Group:
     return group
 
 
-def described(name: str, groups: list[Group], resolve: Callable[[Group], Group]) -> str:
-    """Return an optimizer in words: its options, as torch prints them, and what is constrained."""
+def described(
+    name: str, groups: list[Group], resolve: Callable[[Group], Group], last: str = ""
+) -> str:
+    """Return an optimizer in words: its options, as torch prints them, and what is constrained.
+
+    ``last``: how the last step was taken.
+    """
     lines = [f"{name} ("]
     for number, group in enumerate(groups):
         shown = resolved(resolve(group), stiefel="by tags")
@@ -100,9 +105,10 @@ def described(name: str, groups: list[Group], resolve: Callable[[Group], Group])
     lines[-1] = ")"
     pairs = [(p, reading(p, group)) for group in groups for p in group["params"]]
     counts = [manifold.count(p.shape) for p, manifold in pairs if manifold is not None]
+    matrices, taken = _counted(sum(counts), "matrix", "matrices"), f"\nLast step: {last}."
     return "\n".join(lines) + (
-        f"\nConstrained: {_counted(sum(counts), 'matrix', 'matrices')} in {_counted(len(counts))}."
-        f"\nUnconstrained: {_counted(len(pairs) - len(counts))}."
+        f"\nConstrained: {matrices} in {_counted(len(counts))}."
+        f"\nUnconstrained: {_counted(len(pairs) - len(counts))}." + (taken if last else "")
     )
 
 
@@ -131,11 +137,6 @@ def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     return [labels[id(parameter)] for parameter in parameters]
 
 
-def by_name(values: Mapping[Tensor, int], groups: list[Group]) -> dict[str, int]:
-    """Return a value of each parameter by its label instead."""
-    return dict(zip(names_of(list(values), groups), values.values(), strict=True))
-
-
 def name_of(parameter: Tensor, groups: list[Group]) -> str:
     """Return the label of a parameter of ``groups``."""
     return names_of([parameter], groups)[0]
@@ -144,9 +145,10 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 # ---- options -----------------------------------------------------------------------------------
 
 
-def check_common_options(group: Group) -> None:
+def check_common_options(group: Group, optimizer: Any) -> None:
     """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
+    check_cuda_graph(group, type(optimizer).__name__, is_capturable=optimizer.capturable)
     check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)
     check_flag("maximize", group.get("maximize", False))
     if group.get("differentiable", False) is not False:
@@ -157,6 +159,20 @@ def check_common_options(group: Group) -> None:
             check_flag(name, group[name])
     if group.get("foreach") and group.get("fused"):
         raise ValueError(fail("fused", "not be True together with foreach", True))
+
+
+def check_cuda_graph(group: Group, rule: str, *, is_capturable: bool) -> None:
+    """Raise unless ``cuda_graph`` is None or a flag, and True only where a rule can be captured."""
+    wanted = group.get("cuda_graph")
+    if wanted is None:
+        return
+    check_flag("cuda_graph", wanted)
+    if wanted and not is_capturable:
+        remedy = f"{rule} does not say that its rule is capturable"
+        raise ValueError(fail("cuda_graph", "be None or False", True, remedy))
+    if wanted and group["nonfinite"] == "raise":
+        remedy = "nonfinite='raise' reads a number in every step"
+        raise ValueError(fail("cuda_graph", "be None or False", True, remedy))
 
 
 def check_lr(lr: Any) -> None:
@@ -212,7 +228,10 @@ def check_radius(group: Group) -> None:
 
 
 # Words for what a group can say by ``stiefel`` only, as ``stiefel=so.Stiefel(heads=4)``.
-_READINGS = ("heads", "blocks", "manifold", "orthogonal", "constrained", "scale")
+_READINGS = (
+    *("heads", "blocks", "manifold", "orthogonal", "constrained", "scale"),
+    *("rowdims", "columndims", "learnscale", "determinant"),
+)
 # Other libraries' and papers' names of options, which no scheduler stores in a group.
 _SYNONYMS = {
     "learningrate": "lr",

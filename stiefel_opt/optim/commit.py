@@ -32,6 +32,7 @@ from stiefel_opt.functional.learned_scale import (
 )
 from stiefel_opt.numerics.device import (
     Fixed,
+    Hint,
     Lagged,
     Now,
     Reader,
@@ -172,7 +173,8 @@ class Batch:
         self._lead, self._part_shape = stack.lead, stack.part_shape
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
-        self._stored_shape = None if self.blocks[0].reading.transposed else shape
+        in_order = self.blocks[0].reading.is_in_order(len(stack.part_shape))
+        self._stored_shape = shape if in_order else None
         self._share = None if share == slice(0, stack.each) else share
         self._in_parts = any(block.narrow is not None for block in self.blocks)
         self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
@@ -490,7 +492,7 @@ def _on_manifold(
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
     # If the step before was steep, which nobody knew in time, its rounding is still there.
-    is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.known("norm") < math.inf
+    is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.steepness < math.inf
     looks = is_due and reader.is_exact
     if not (looks or (task.is_changed and has_values(point))):
         return (*(correct(point, state, sums) if is_due else (point, {})), False)
@@ -528,7 +530,7 @@ def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
         reader = Fixed()
         reader.steepest = 0.1 * most  # rounding is removed once
         return reader
-    known = reader.known("norm")
+    known = reader.steepness = reader.known("norm", Hint(_STEEP))
     reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
     return reader
 
@@ -631,7 +633,7 @@ def _corrections_after(length: Length | Tensor | float, steepness: float, reader
         return 1
     if isinstance(length, Tensor):
         largest = length
-        length = reader.number("length of a step", lambda: largest)
+        length = reader.number("length of a step", lambda: largest, Hint(1.0))
     if not isinstance(length, Length):
         return int(not length <= 1)
     if steepness > _VERY_STEEP:
@@ -663,8 +665,10 @@ def _steepness(
         return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
-    bound = reader.number("norm", lambda: norm() * abs(step))
+    is_sent = isinstance(reader, Lagged) and length.bound is not None and length.step is None
+    hint, sizes = Hint(_STEEP), lambda: norm() * abs(step)
+    bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
     if bound <= _STEEP:
         reader.forget("stretch")
         return 0.0
-    return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step)))
+    return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step), hint))

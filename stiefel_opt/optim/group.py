@@ -140,6 +140,8 @@ class WeightGroup:
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
+        self.is_judged, self.is_traced = True, False
+        self.is_due: bool | None = None  # whether a captured step removes rounding
         # indices of weights with unsafe gradients or overflow; empty where reading would wait
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
@@ -236,7 +238,7 @@ class WeightGroup:
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             self._staying = {place for place, grad in enumerate(grads) if grad is None}
         self.unsafe, self.overflowed, self._ok = [], [], None
-        self._changed = set()
+        self._changed, self.is_traced = set(), in_graph
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
@@ -244,7 +246,8 @@ class WeightGroup:
                 for place in range(len(now))
                 if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
-        if nonfinite != "ignore" or self.is_shared:
+        self.is_judged = self.reads or self.is_shared or nonfinite != "skip"
+        if self.is_judged and (nonfinite != "ignore" or self.is_shared):
             self._judge(nonfinite)
         return [self.parameters[place] for place in sorted(self._changed - self._staying)]
 
@@ -310,6 +313,8 @@ class WeightGroup:
             self.skipped[self.unsafe] += 1
             self._grads = []
             return []
+        if not self.is_judged:  # nobody reads the verdict before the step
+            self._judge(options.nonfinite)
         values = self._values or [weight.moving() for weight in self.weights]
         lr = options.lr
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
@@ -333,7 +338,7 @@ class WeightGroup:
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
-            if self._rows:
+            if self._rows and self.is_due is None:
                 _move_rows(self, values, options.move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
@@ -390,7 +395,8 @@ class WeightGroup:
         numbers = self._of(self._numbers, places)
         if not self.reads:
             batch.begun += 1
-            return batch.of_each(numbers), batch.begun % _CORRECTION_PERIOD == 0
+            is_due = batch.begun % _CORRECTION_PERIOD == 0
+            return batch.of_each(numbers), is_due if self.is_due is None else self.is_due
         each = set(numbers.tolist())
         is_due = any(map(_is_due, each))
         return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due

@@ -23,11 +23,13 @@ class Records:
         made_by: The reading by which state was made, None: as that of a plain parameter; and how it
             was declared.
         reported: How many skipped steps warnings have named.
+        of_graphs: What all captured steps have in common.
     """
 
     def __init__(self) -> None:
         self.made_by: dict[Tensor, tuple[Stiefel | None, tuple[State, ...]]] = {}
         self.reported = 0
+        self.of_graphs: dict[Any, Any] = {}
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
         self._tallies: dict[Tensor, StateDict] = {}  # views on counts
 

@@ -116,19 +116,20 @@ def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
     by_rows = [index for index, kind in enumerate(kinds) if kind == _ROWS]
     small: list[Placement] = []
     local_manifold = manifold
-    row_dim = manifold.dimensions(len(shape))[0]
+    dims = manifold.dims(len(shape))
     for index, (placement, kind) in enumerate(zip(working, kinds, strict=True)):
         if not isinstance(placement, Shard) or kind == _ROWS:
             small.append(Replicate())
-        elif placement.dim == row_dim:  # whole heads
-            small.append(Shard(0 if manifold.flatten else len(shape) - 2))
+        elif placement.dim in dims.rows:  # whole heads
+            small.append(Shard(len(dims.batch)))
             heads: int = manifold.heads  # type: ignore[assignment]
             size, place = mesh.size(index), mesh.get_local_rank(index)
             each = -(-heads // size)
             mine = max(1, min(each, heads - each * place))
             local_manifold = replace(manifold, heads=mine)
         else:
-            small.append(placement)
+            place = dims.batch.index(placement.dim)
+            small.append(placement if place == placement.dim else Shard(place))
     return Shards(
         mesh,
         stored,
@@ -149,8 +150,8 @@ def _working_placements(
 
     replicated = (Replicate(),) * mesh.ndim
     sharded = [i for i, placement in enumerate(stored) if not isinstance(placement, Replicate)]
-    row_dim, column_dims = manifold.dimensions(len(shape))
-    on_rows = [i for i in sharded if getattr(stored[i], "dim", None) == row_dim]
+    dims = manifold.dims(len(shape))
+    on_rows = [i for i in sharded if getattr(stored[i], "dim", None) in dims.rows]
     kinds = [_kind(stored[i], manifold, shape, mesh.size(i)) for i in sharded]
     # Heads that are shared out along two dimensions of a mesh lie in no simple order.
     if None not in kinds and (len(on_rows) < 2 or (manifold.heads or 1) == 1):
@@ -159,10 +160,8 @@ def _working_placements(
         return replicated
     (index,) = sharded
     size = mesh.size(index)
-    even = [
-        d for d in range(len(shape)) if d not in (row_dim, *column_dims) and not shape[d] % size
-    ]
-    candidates = [Shard(dim) for dim in (*even, row_dim, *column_dims[:1])]
+    even = [dim for dim in dims.batch if not shape[dim] % size]
+    candidates = [Shard(dim) for dim in (*even, *dims.rows[:1], *dims.columns[:1])]
     for wanted in (_WHOLE, _ROWS):
         for candidate in candidates:
             if _kind(candidate, manifold, shape, size) == wanted:
@@ -182,12 +181,12 @@ def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int)
     dim = getattr(placement, "dim", None)
     if dim is None:  # Partial
         return None
-    row_dim, column_dims = manifold.dimensions(len(shape))
+    dims = manifold.dims(len(shape))
     wide = _wide(manifold, shape)
-    if dim in column_dims:
+    if dim in dims.columns:
         return _ROWS if all(wide) else None
-    if dim != row_dim:
-        return _WHOLE
+    if dim in dims.batch:
+        return _WHOLE if type(placement) is Shard or dims.batch.index(dim) == dim else None
     if manifold.rows is not None:
         return None
     heads: int = manifold.heads or 1  # type: ignore[assignment]

@@ -78,9 +78,7 @@ class Ascent:
     ) -> None:
         """Step until the gradient is small, no step rises, or ``max_iter``; then keep the best."""
         began = time.perf_counter()
-        self._project()
-        self.transport.anneal()
-        self.transport.solve(_LARGEST_ERROR, min(_PRODUCTS, self.last - self.transport.products))
+        self._begin(optimizer)
         self.differentiate()
         rule = _ScaledSteps(self) if optimizer is None else _GivenSteps(self, optimizer)
         for number in range(max_iter + 1):
@@ -142,6 +140,16 @@ class Ascent:
         # Not the gradient itself: near the maximum its part along U is hundreds of times larger,
         # and an optimizer that takes it off multiplies the rounding in U'U - I by as much.
         self.point.grad = -self.tangent
+
+    def _begin(self, optimizer: OptimizerFactory | None) -> None:
+        """Transport under the starting point; as published if all else is the caller's."""
+        transport = self.transport
+        if optimizer is not None and self.sinkhorn_iterations is not None:
+            transport.forget()
+            return self.solve()
+        self._project()
+        transport.anneal()
+        return transport.solve(_LARGEST_ERROR, min(_PRODUCTS, self.last - transport.products))
 
     def _project(self) -> None:
         point, clouds, transport = self.point.detach(), self.clouds, self.transport

@@ -42,10 +42,7 @@ class Clouds:
 
     def in_kind(self, values: Tensor) -> Any:
         """Return ``values`` as the first cloud was given: numpy or torch, its dtype."""
-        if isinstance(self.model, Tensor):
-            return values.to(self.model.dtype if self.model.is_floating_point() else torch.float64)
-        floating = np.issubdtype(self.model.dtype, np.floating)
-        return values.cpu().numpy().astype(self.model.dtype if floating else float, copy=False)
+        return written_like(self.model, values)
 
     def full_plan(self, plan: Tensor) -> Tensor:
         """Return a plan between the points with weight as one between all points."""
@@ -71,6 +68,19 @@ class Clouds:
             whole[~inside] = -reg * torch.logsumexp((potential - cost) / reg + weights.log(), 1)
             full.append(whole)
         return full[0], full[1]
+
+
+def written_like(model: Any, values: Tensor) -> Any:
+    """Return ``values`` as ``model`` was given: numpy or torch, its dtype if that is floating."""
+    if isinstance(model, Tensor):
+        return values.to(model.dtype if model.is_floating_point() else torch.float64)
+    floating = np.issubdtype(model.dtype, np.floating)
+    return values.cpu().numpy().astype(model.dtype if floating else float, copy=False)
+
+
+def read_cloud(name: str, values: Any) -> Tensor:
+    """Check and read points, ``(points, dimension)``."""
+    return _read_array(name, values, 2)
 
 
 def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
@@ -127,22 +137,25 @@ def _read_array(name: str, values: Any, dims: int) -> Tensor:
     return tensor
 
 
-def _read_weights(name: str, weights: Any, cloud: Tensor, of: str) -> tuple[Tensor, Tensor]:
-    """Return the positive weights of a cloud, summing to one, and which of its points have one."""
-    count = len(cloud)
+def read_shares(name: str, weights: Any, count: int, of: str) -> Tensor:
+    """Check and read weights that sum to one; None stands for equal ones."""
     if weights is None:
-        equal = cloud.new_full((count,), 1.0 / count)
-        return equal, torch.ones_like(equal, dtype=torch.bool)
-    values = _read_array(name, weights, 1).to(cloud.device)
+        return torch.full((count,), 1.0 / count, dtype=torch.float64)
+    values = _read_array(name, weights, 1)
     if len(values) != count:
-        condition = f"have one weight for each of the {count} points of `{of}`"
-        raise ValueError(fail(name, condition, len(values)))
+        raise ValueError(fail(name, f"have one weight for each of the {count} {of}", len(values)))
     smallest, total = float(values.min()), float(values.sum())
     if smallest < 0:
         raise ValueError(fail(name, "not be negative", f"a weight of {smallest:g}"))
     if abs(total - 1) > _WEIGHT_TOLERANCE:
         remedy = f"divide it by `{name}.sum()`"
         raise ValueError(fail(name, "sum to one", f"a sum of {total:.9g}", remedy))
+    return values
+
+
+def _read_weights(name: str, weights: Any, cloud: Tensor, of: str) -> tuple[Tensor, Tensor]:
+    """Return the positive weights of a cloud, summing to one, and which of its points have one."""
+    values = read_shares(name, weights, len(cloud), f"points of `{of}`").to(cloud.device)
     inside = values > _SMALLEST_WEIGHT
     values = values[inside]
     return values / values.sum(), inside

@@ -46,10 +46,13 @@ class EntropicTransport:
         self.objective = -math.inf  # the dual value
         self.products = 0  # products of the kernel with a vector so far
 
+    def forget(self) -> None:
+        """Go back to potentials of zero."""
+        self.f, self.g = torch.zeros_like(self.a), torch.zeros_like(self.b)
+
     def anneal(self) -> None:
         """Find rough potentials from nothing, by regularizations that fall to the wanted one."""
-        self.f.zero_()
-        self.g.zero_()
+        self.forget()
         squares = self.x.square().sum(1).mean() + self.y.square().sum(1).mean()
         largest = float(squares.clamp_min(self.reg))
         for power in range(math.ceil(math.log(largest / self.reg, _ANNEALING_FACTOR)), 0, -1):
@@ -63,10 +66,12 @@ class EntropicTransport:
         Args:
             tolerance: Bound on the L1 error of the row sums.
             limit: Most products with the kernel; ``error`` is the error reached.
-            iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
+            iterations: That many plain Sinkhorn iterations instead, rows and then columns;
+                ``tolerance`` is ignored.
         """
         fits = self._build(self.reg)
         if iterations is not None:
+            self.v = torch.ones_like(self.b)  # rows come first
             self._balance(self.reg, 0.0, 2 * iterations, newton=False)
             return
         if not fits:

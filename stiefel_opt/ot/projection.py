@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.errors import check_flag, check_integer, check_range, fail, users_level
+from stiefel_opt.errors import (
+    ProgressBar,
+    check_flag,
+    check_integer,
+    check_range,
+    fail,
+    users_level,
+)
 from stiefel_opt.numerics import random_point
 from stiefel_opt.ot.ascent import ACCEPTED_ERROR, Ascent, Iteration, OptimizerFactory
 from stiefel_opt.ot.clouds import Clouds, read_clouds, read_projection
 from stiefel_opt.ot.entropic import EntropicTransport
-from stiefel_opt.tools import ProgressBar
 
 # In units of the mean squared distance under the first projection.
 _DEFAULT_REG: Final = 0.02
@@ -26,6 +32,16 @@ _SMALLEST_REG: Final = 1e-13
 # plan at the end.
 _STEP_PRODUCTS: Final = 500
 _LEAST_STEPS: Final = 10
+_OF_POT: Final = {
+    "tau": "optimizer=lambda params: so.ot.RGAS(params, lr=tau / reg), sinkhorn_iterations=1, or "
+    "neither, for steps whose length is chosen",
+    "U0": "init",
+    "maxiter": "max_iter",
+    "stopThr": "tol, which is relative to the gradient",
+    "random_state": "seed",
+    "verbose": "progress=True",
+    "log": "nothing: the result has a log",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,6 +104,7 @@ def projection_robust_wasserstein(
     sinkhorn_iterations: int | None = None,
     max_products: int | None = None,
     progress: bool = False,
+    **of_pot: Any,
 ) -> PRWResult:
     r"""Find the k-dimensional projection under which entropic transport from x to y costs most.
 
@@ -118,13 +135,15 @@ def projection_robust_wasserstein(
         init: First starting point, ``(d, k)`` with orthonormal columns. Default: the leading
             eigenvectors of the second moment of x_i - y_j under independent weights.
         seed: For the other starting points, which are random. Default: another one at each call.
-        sinkhorn_iterations: So many after a step instead of as many as the gradient asks for; the
-            plan that is returned is converged all the same.
+        sinkhorn_iterations: So many after a step instead of as many as the gradient asks for, and
+            with an ``optimizer`` so many from nothing before the first, as in the published
+            algorithms. The plan that is returned is converged all the same.
         max_products: About the most products of the kernel with a vector, n m operations each, in
             the whole call; no step begins beyond half of them. Default: 500 for each of
             ``max_iter`` steps and starting points, and for ten steps at least; more if
             ``sinkhorn_iterations`` takes more.
         progress: Show a bar; needs tqdm. Default: no.
+        of_pot: None. The keywords of ``ot.dr.projection_robust_wasserstein`` are refused with ours.
 
     Returns: See :class:`PRWResult`.
     Raises:
@@ -138,6 +157,8 @@ def projection_robust_wasserstein(
         squared distance and below. Nothing of size d x d; the plan is the only n x m array.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
+    for name in of_pot:
+        raise TypeError(_refusal(name))
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
     k = check_integer("k", k, 1, clouds.dimension)
@@ -187,6 +208,12 @@ def _warn(
         f"{result.reg:.2g}, which makes the objective smoother",
         stacklevel=users_level(),
     )
+
+
+def _refusal(name: str) -> str:
+    if name not in _OF_POT:
+        return f"projection_robust_wasserstein() got an unexpected keyword argument {name!r}"
+    return fail(name, "be left out", "a keyword of POT", f"pass {_OF_POT[name]}")
 
 
 def _check_options(

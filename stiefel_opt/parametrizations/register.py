@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -29,15 +29,12 @@ from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivializ
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.tags import (
     CONVOLUTIONS,
-    HARMFUL,
     Stiefel,
+    check_start,
     check_use,
-    distance,
-    looks_trained,
     manifold_of,
     mark_maps,
     stacked,
-    warn_of_lost,
 )
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -68,6 +65,8 @@ def orthogonal(
     transposed: bool = False,
     scale: float = 1.0,
     determinant: int | None = None,
+    row_dims: int | Sequence[int] | None = None,
+    column_dims: int | Sequence[int] | None = None,
     start: str | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
@@ -89,8 +88,9 @@ def orthogonal(
         map: "tcwy", "cwy" (``reflections=``), "householder" (``reflections=``), "matrix_exp",
             "cayley" (``negative=``), "trivialization" (``every=``), "own", "urnn" or "eurnn"
             (``layers=``).
-        heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`; heads by default
-            those that the module stacks, as for :func:`stiefel_opt.constrain`.
+        heads, transposed, scale, row_dims, column_dims: The reading, see
+            :class:`stiefel_opt.Stiefel`; heads by default those that the module stacks, as for
+            :func:`stiefel_opt.constrain`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
         determinant: 1 or -1, of square real matrices: the map reaches these, by a row that is
@@ -117,12 +117,13 @@ def orthogonal(
     owner, leaf, parameter = find_parameter(module, name)
     _check_weight(name, parameter)
     check_options(map, options, kind := MAPS[map])
-    is_said = heads is not None
-    if heads is None and not transposed and flatten is not False:
+    is_said, has_dims = heads is not None, (row_dims, column_dims) != (None, None)
+    if not (is_said or has_dims or transposed or flatten is False):
         heads = stacked(owner, leaf)[0]
     if flatten is None:
-        flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
-    manifold = Stiefel(heads, None, flatten, transposed, scale, determinant=determinant)
+        flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2 and not has_dims
+    said: Any = scale, False, determinant, row_dims, column_dims
+    manifold = Stiefel(heads, None, flatten, transposed, *said)
     manifold.check(parameter.shape, name)
     check_use(module, name, parameter, manifold, is_said=is_said)
     value = None if start is None else _start(start, map, manifold, parameter, generator)
@@ -131,15 +132,14 @@ def orthogonal(
     if value is not None and parametrization.starts_at_random(columns):
         kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
-    is_trained = value is None and has_values(parameter) and looks_trained(parameter, manifold)
-    before = parameter.detach().clone() if is_trained or value is not None else None
+    check_point = check_start(name, parameter, manifold) if value is None else None
     turned = _turned_over(name, parameter, parametrization, map) if value is None else ""
-    _register(owner, leaf, parametrization, value, before)
+    _register(owner, leaf, parametrization, value)
     mark_maps(owner)
     if turned:
         warnings.warn(turned, stacklevel=users_level())
-    if is_trained and (share := distance(before, getattr(owner, leaf))) > HARMFUL:  # type: ignore[arg-type]
-        warn_of_lost([(name, share)])
+    if check_point is not None:
+        check_point(getattr(owner, leaf))
     return module
 
 
@@ -148,10 +148,10 @@ def _register(
     leaf: str,
     parametrization: Parametrization,
     value: Tensor | None,
-    before: Tensor | None,
 ) -> None:
-    """Register a map for a weight, or for another value of it; on an error put ``before`` back."""
+    """Register a map for a weight, or for another value of it; on an error nothing has changed."""
     parameter = owner._parameters[leaf]
+    before = None if value is None else parameter.detach().clone()  # type: ignore[union-attr]
     try:
         if value is not None:
             with torch.no_grad():

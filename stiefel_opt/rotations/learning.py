@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import Optimizer
 
 from stiefel_opt.errors import (
+    ProgressBar,
     check_choice,
     check_counts,
     check_flags,
@@ -40,7 +41,6 @@ from stiefel_opt.rotations.quantizers import (
 from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import around_ones, hadamard, inside_ones
 from stiefel_opt.tags import ManifoldParameter
-from stiefel_opt.tools import ProgressBar
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 

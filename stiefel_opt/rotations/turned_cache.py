@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import check_choice, check_integer, fail
+from stiefel_opt.errors import check_choice, check_integer, fail, imported
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
-from stiefel_opt.tools import imported
 
 _caches = imported("transformers.cache_utils", "'transformers>=4.56'")
 BITS: Final = (2, 4, 8)  # codes of them fill a byte

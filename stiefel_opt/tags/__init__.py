@@ -20,7 +20,7 @@ from stiefel_opt.tags.manifold import Stiefel as Stiefel
 from stiefel_opt.tags.manifold import manifold_of as manifold_of
 from stiefel_opt.tags.manifold import reading_by as reading_by
 from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
-from stiefel_opt.tags.parameter import note_whole as note_whole
+from stiefel_opt.tags.parameter import mark_unconstrained as mark_unconstrained
 from stiefel_opt.tags.parameter import recalled as recalled
 from stiefel_opt.tags.parameter import was_released as was_released
 from stiefel_opt.tags.points import check_phase as check_phase
@@ -36,10 +36,7 @@ from stiefel_opt.tags.report import in_words as in_words
 from stiefel_opt.tags.report import orthonormality_error as orthonormality_error
 from stiefel_opt.tags.report import scales_of as scales_of
 from stiefel_opt.tags.report import table as table
-from stiefel_opt.tags.trained import HARMFUL as HARMFUL
-from stiefel_opt.tags.trained import distance as distance
-from stiefel_opt.tags.trained import looks_trained as looks_trained
-from stiefel_opt.tags.trained import warn_of_lost as warn_of_lost
+from stiefel_opt.tags.trained import check_start as check_start
 from stiefel_opt.tags.uses import check_use as check_use
 from stiefel_opt.tags.watch import PROJECTS as PROJECTS
 from stiefel_opt.tags.watch import has_left as has_left

@@ -140,7 +140,7 @@ def distance(
         lengths.append(length.to(own.dtype.to_real()))
     if len(lengths) == 1:
         return lengths[0]
-    lead = point.shape[:-2]
+    lead = [point.size(dim) for dim in reading.dims(point.ndim).batch]
     return torch.cat([each.reshape(*lead, -1) for each in lengths], dim=-1)
 
 
@@ -230,7 +230,8 @@ def mean(
     parts = [reading.parts(each) for each in listed]
     values = []
     for index, own in enumerate(zip(*parts, strict=True)):
-        stack = torch.stack([_points(each, reading, index, "points") for each in own])
+        matrices = [widened(reading.matrices(each, index)) for each in own]
+        stack = _on_manifold(torch.stack(matrices) / reading.scale, "points")
         _check_component(stack[:1].expand_as(stack), stack)
         with exact_products(stack):
             found = geodesics.barycentre(stack, shares.to(stack.dtype), beta)
@@ -258,7 +259,7 @@ def _read(point: Tensor, other: Tensor, manifold: Stiefel | None) -> tuple[Tenso
     if other.dtype != point.dtype:
         raise TypeError(fail("other", f"be of {point.dtype}, as the point", other.dtype))
     reading = reading_of(point, manifold, "point")
-    if point.shape[-2:] != other.shape[-2:] or min(point.ndim, other.ndim) < 2:
+    if other.ndim < 2 or not reading.is_alike(point.shape, other.shape):
         wanted = f"be matrices as the point, of shape {tuple(point.shape)}"
         raise ValueError(fail("other", wanted, f"shape {tuple(other.shape)}"))
     try:
@@ -280,7 +281,11 @@ def _check_scale(reading: Stiefel) -> None:
 
 def _points(part: Tensor, reading: Stiefel, index: int, name: str) -> Tensor:
     """Return the tall matrices of a part, without scale, on the manifold; raise if they are off."""
-    matrices = widened(reading.matrices(part, index)) / reading.scale
+    return _on_manifold(widened(reading.matrices(part, index)) / reading.scale, name)
+
+
+def _on_manifold(matrices: Tensor, name: str) -> Tensor:
+    """Return the nearest points without rounding; raise for matrices that are off."""
     error = values_of(gram_error(matrices.detach()))
     is_near = error is not None and bool((error <= _NEAR).all())
     if error is not None and not is_near and bool((off := ~(error <= FAR)).any()):

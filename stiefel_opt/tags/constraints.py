@@ -45,8 +45,14 @@ from stiefel_opt.tags.points import (
     reading_of,
     rms_scale,
 )
-from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
-from stiefel_opt.tags.uses import check_uses
+from stiefel_opt.tags.trained import (
+    is_lost,
+    relative_move,
+    turned_over,
+    warn_of_component,
+    warn_of_lost,
+)
+from stiefel_opt.tags.uses import check_uses, warn_of_batches
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
@@ -70,6 +76,8 @@ def constrain(
     scale: float | Literal["keep", "rms"] = 1.0,
     learn_scale: bool = False,
     determinant: int | None = None,
+    row_dims: int | Sequence[int] | None = None,
+    column_dims: int | Sequence[int] | None = None,
     project: bool = True,
 ) -> ModuleT:
     r"""Put parameters of ``module`` on the Stiefel manifold and return the module.
@@ -107,6 +115,8 @@ def constrain(
         determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
             A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
             as it comes: the nearest point, of either sign.
+        row_dims, column_dims: The dimensions that count the rows and the columns of one matrix, see
+            :class:`Stiefel`. Default: the last two, of which this warns where there are more.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -137,29 +147,38 @@ def constrain(
     if isinstance(scale, str) and scale not in ("keep", "rms"):
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
+    names_dims = not (row_dims is None and column_dims is None)
+    is_said = names_dims or transposed or not (heads is None and rows is None)
     asked: dict[str, Stiefel] = {}
     for each in _names(module, name):
-        owner, leaf, parameter = find_parameter(module, each)
-        if is_factor(module, each):
-            given = "a factor from which torch computes it (a norm, orthogonal, pruning)"
-            remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
-            raise ValueError(fail(each, "be the weight in use", given, remedy))
-        manifold_of(parameter, each)  # another package's is no reading: refused
-        own_heads, own_flatten = heads, flatten
-        if heads is None and rows is None and not transposed and flatten is not False:
-            own_heads = stacked(owner, leaf)[0]
+        owner, leaf, parameter = _weight(module, each)
+        own_heads = heads if is_said or flatten is False else stacked(owner, leaf)[0]
+        own_flatten = flatten
         if flatten is None:
-            own_flatten = _is_kernel(owner, parameter.shape, each, (heads, rows, transposed))
+            own_flatten = not names_dims and _is_kernel(owner, parameter.shape, each, is_said)
         known = 1.0 if isinstance(scale, str) else scale
-        said: Any = own_heads, rows, own_flatten, transposed, known, learn_scale
-        reading = replace(Stiefel(*said), determinant=determinant)
+        options = known, learn_scale, determinant, row_dims, column_dims
+        said: Any = own_heads, rows, own_flatten, transposed, *options
+        reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
-        reading = _scaled(reading, parameter, scale, each)
-        asked[each] = reading
+        asked[each] = _scaled(reading, parameter, scale, each)
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
+    if flatten is None:
+        warn_of_batches(module, asked)
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
     return module
+
+
+def _weight(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+    """Return the owner, the name there and the parameter; raise for what no reading can be of."""
+    owner, leaf, parameter = find_parameter(module, name)
+    if is_factor(module, name):
+        given = "a factor from which torch computes it (a norm, orthogonal, pruning)"
+        remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
+        raise ValueError(fail(name, "be the weight in use", given, remedy))
+    manifold_of(parameter, name)  # another package's is no reading: refused
+    return owner, leaf, parameter
 
 
 def _scaled(reading: Stiefel, parameter: Tensor, scale: object, name: str) -> Stiefel:
@@ -236,7 +255,7 @@ def apply_readings(
         if project and has_values(parameter):
             point = nearest(parameter, at_start(reading), name)
             turned += turned_over(name, parameter, reading)
-            share = distance(parameter, point)
+            share = relative_move(parameter, point)
             if share == math.inf:
                 zero.append(name)
             else:
@@ -288,24 +307,14 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
     return alike
 
 
-def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, ...]) -> bool:
-    """Say whether a weight is that of a convolution; warn where it may be of one's own module."""
+def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, is_said: bool) -> bool:
+    """Say whether a weight is that of a convolution; raise where it must be of one's own module."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
-    is_unsaid = said == (None, None, False)
-    if is_unsaid and shape[-2:] == (1, 1) and shape.numel() > 1:
+    if not is_said and shape[-2:] == (1, 1) and shape.numel() > 1:
         remedy = "pass flatten=True for a kernel, flatten=False for numbers of absolute value 1"
         given = f"{shape.numel()} matrices of 1 x 1, shape {tuple(shape)}"
         raise ValueError(fail(name, "hold matrices of more than one entry", given, remedy))
-    kernel = shape[2:]
-    is_odd = len(kernel) > 1 and all(size % 2 for size in kernel)
-    if is_unsaid and is_odd and max(kernel) < min(8, *shape[:2]):
-        size = " x ".join(map(str, shape[-2:]))
-        warnings.warn(
-            f"`{name}` is read as {shape[:-2].numel()} matrices of {size}: pass flatten=True if it "
-            "is the kernel of a convolution, flatten=False if it is a batch",
-            stacklevel=users_level(),
-        )
     return False
 
 

@@ -33,3 +33,11 @@ def stacked(owner: nn.Module, name: str) -> tuple[int, str]:
         if isinstance(owner, (nn.GRU, nn.GRUCell)):
             return 3, "gate"
     return 1, ""
+
+
+def is_layer(owner: nn.Module) -> bool:
+    """Say whether a module is a layer of torch or of this package, whose shapes are known."""
+    holders = (nn.ParameterList, nn.ParameterDict)
+    if type(owner) is nn.Module or isinstance(owner, holders):
+        return False
+    return type(owner).__module__.startswith(("torch.nn.modules.", "stiefel_opt."))

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,34 +28,51 @@ HIDDEN: Final = (
 Ranges = tuple[tuple[int, int], ...]
 
 
+class Dims(NamedTuple):
+    """The dimensions of a stored tensor, counted from the front, by what they are."""
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
 @final
 @dataclass(frozen=True)
 class Stiefel:
     r"""How a tensor is read as a batch of matrices on the Stiefel manifold.
 
     :math:`\mathrm{St}(n, m) = \{X \in \mathbb{R}^{n \times m} : X^\top X = I\}`. The last two
-    dimensions are a matrix, leading dimensions a batch. A tall matrix gets orthonormal columns, a
-    wide one orthonormal rows, a square one both.
+    dimensions are a matrix, leading dimensions a batch, unless ``row_dims`` and ``column_dims`` say
+    otherwise. A tall matrix gets orthonormal columns, a wide one orthonormal rows, a square one
+    both.
 
     Args:
-        heads: The rows (dimension -2) are this many equal blocks, each a matrix of its own. It may
-            be a tuple, one number for each range of ``rows``. Default: one block.
+        heads: The rows are this many equal blocks, each a matrix of its own. It may be a tuple, one
+            number for each range of ``rows``. Default: one block.
         rows: ``(start, stop)``, or several of them: only these rows are constrained, the others
             follow the plain rule. Default: all rows.
-        flatten: A tensor ``(C_out, C_in, *kernel)`` is read as ``(C_out, C_in * prod(kernel))``.
-        transposed: The tensor is stored ``(..., in, out)`` as in GPT-2's ``Conv1D``; ``heads`` and
-            ``rows`` then count along the last dimension.
+        flatten: Short for ``row_dims=0``: ``(C_out, C_in, *kernel)`` is read as
+            ``(C_out, C_in * prod(kernel))``.
+        transposed: Short for ``row_dims=-1, column_dims=-2``: the tensor is stored
+            ``(..., in, out)`` as in GPT-2's ``Conv1D``.
         scale: The tensor is ``scale`` times an orthonormal matrix. To first order a step moves the
             tensor by -lr times its tangent gradient whatever the scale.
         learn_scale: Each matrix is g > 0 times an orthonormal one, and optimizers train the number
             g; ``scale`` is its first value, to which they pull it back. Default: no.
         determinant: 1 (rotations) or -1, of square real matrices: what is projected, drawn or
             loaded belongs to that component, and no step leaves it. Default: None, as it comes.
+        row_dims: The dimensions, one or several, that together count the rows, the first the
+            slowest, in any order; negative ones from the end. A tensor of Kraus operators
+            ``(k, d, d)`` with ``row_dims=(0, 1)`` is one matrix ``(k d, d)``. Default: all that
+            ``column_dims`` leaves; -2 without it.
+        column_dims: Those that count the columns. Default: all that ``row_dims`` leaves; -1 without
+            it. Dimensions that neither names are a batch.
 
     Raises:
-        ValueError: for heads or rows that cannot be, overlapping ranges, or scale <= 0.
-        TypeError: for heads or rows that are no ``int``, such as numpy's, flags that are no
-            ``bool``, and a scale that is neither ``int`` nor ``float``.
+        ValueError: for heads, rows or dimensions that cannot be, overlapping ones, or scale <= 0.
+            With a tensor, where several dimensions count the rows, for ``heads`` and ``rows``.
+        TypeError: for heads, rows or dimensions that are no ``int``, such as numpy's, flags that
+            are no ``bool``, and a scale that is neither ``int`` nor ``float``.
     """
 
     heads: int | tuple[int, ...] | None = None
@@ -65,6 +82,8 @@ class Stiefel:
     scale: float = 1.0
     learn_scale: bool = False
     determinant: int | None = None
+    row_dims: int | tuple[int, ...] | None = None
+    column_dims: int | tuple[int, ...] | None = None
 
     @override
     def __init_subclass__(cls) -> None:
@@ -81,9 +100,15 @@ class Stiefel:
         for name in ("flatten", "transposed", "learn_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
+        for name in ("row_dims", "column_dims"):
+            object.__setattr__(self, name, _normal_dims(name, getattr(self, name)))
         if self.flatten and self.transposed:
             wanted = "be False with flatten=True"
             raise ValueError(fail("transposed", wanted, True, "use one of the two"))
+        for name in ("flatten", "transposed"):
+            if getattr(self, name) and self._names_dims():
+                wanted, remedy = "be False with row_dims or column_dims", "use one of the two"
+                raise ValueError(fail(name, wanted, True, remedy))
         if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
             raise TypeError(fail("scale", "be a positive number", repr(self.scale)))
         if not (self.scale > 0 and math.isfinite(self.scale)):
@@ -98,8 +123,9 @@ class Stiefel:
         ranges = None if self.rows is None else [list(pair) for pair in self._ranges()]
         heads = list(self.heads) if isinstance(self.heads, tuple) else self.heads
         data = dict(vars(self), heads=heads, rows=ranges)
-        if self.determinant is None:  # as in readings that were saved before it existed
-            del data["determinant"]
+        for name in ("determinant", "row_dims", "column_dims"):
+            if (value := data.pop(name, None)) is not None:  # else as before it existed
+                data[name] = list(value) if isinstance(value, tuple) else value
         return data
 
     @classmethod
@@ -125,7 +151,9 @@ class Stiefel:
             raise ValueError(fail(name, wanted, f"shape {size}", remedy))
         if math.prod(size) == 0:
             raise ValueError(fail(name, "not be empty", f"shape {size}", "leave it untagged"))
-        row_count = self._size(size)[0]
+        if self._names_dims():
+            self._check_dims(size, name)
+        row_count = self.size(size)[0]
         for start, stop, heads in self._spans(row_count):
             if stop > row_count:
                 wanted, remedy = f"lie in [0, {row_count}]", f"its shape is {size}"
@@ -134,17 +162,44 @@ class Stiefel:
                 remedy = f"its shape is {size}; change heads or rows"
                 wanted = f"divide its {stop - start} rows"
                 raise ValueError(fail(f"heads of {name}", wanted, heads, remedy))
-            height, width = (stop - start) // heads, self._size(size)[1]
+            height, width = (stop - start) // heads, self.size(size)[1]
             if self.determinant is not None and height != width:
                 remedy = f"they are {height} x {width}, and no rectangle has a determinant"
                 wanted = f"be None where matrices of `{name}` are not square"
                 raise ValueError(fail("determinant", wanted, self.determinant, remedy))
 
+    def _check_dims(self, size: tuple[int, ...], name: str) -> None:
+        """Raise for dimensions that a tensor lacks or that are named twice, and for none."""
+        ndim, remedy = len(size), f"its shape is {size}"
+        seen: set[int] = set()
+        said: list[tuple[str, Any]]
+        said = [("row_dims", self.row_dims), ("column_dims", self.column_dims)]
+        for called, dims in said:
+            for dim in dims or ():
+                if not -ndim <= dim < ndim:
+                    wanted = f"lie in [{-ndim}, {ndim - 1}]"
+                    raise ValueError(fail(f"{called} of {name}", wanted, dim, remedy))
+                if dim % ndim in seen:
+                    wanted = "name each dimension once"
+                    raise ValueError(fail(f"{called} of {name}", wanted, dims, remedy))
+                seen.add(dim % ndim)
+        _, rows, columns = self.dims(ndim)
+        if not (rows and columns):
+            (called, dims), of = said[not rows], "columns" if rows else "rows"
+            raise ValueError(
+                fail(f"{called} of {name}", f"leave a dimension for {of}", dims, remedy)
+            )
+        for called, value in (("heads", self.heads), ("rows", self.rows)):
+            if value is not None and len(rows) > 1:
+                wanted = f"be None where several dimensions, {rows}, count the rows"
+                remedy = "leave out of row_dims and column_dims the one that counts matrices"
+                raise ValueError(fail(f"{called} of {name}", wanted, value, remedy))
+
     def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return one view of the stored ``tensor`` for each constrained range of rows."""
         if self.rows is None:
             return (tensor,)
-        dim = self.dimensions(tensor.ndim)[0]
+        dim = self.dims(tensor.ndim).rows[0]
         return tuple(tensor.narrow(dim, start, stop - start) for start, stop in self._ranges())
 
     def blocks(self, tensor: Tensor) -> list[tuple[Tensor, Stiefel]]:
@@ -162,7 +217,7 @@ class Stiefel:
         """Return one view of the stored ``tensor`` for each range of rows that is left plain."""
         if self.rows is None:
             return ()
-        dim = self.dimensions(tensor.ndim)[0]
+        dim = self.dims(tensor.ndim).rows[0]
         edges = [0, *(edge for pair in sorted(self._ranges()) for edge in pair), tensor.size(dim)]
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return tuple(tensor.narrow(dim, low, high - low) for low, high in gaps if high > low)
@@ -175,10 +230,8 @@ class Stiefel:
         With ``stacked`` the first dimension of ``part`` counts parameters. ``wide`` says whether
         the whole matrices of a shard are wide, which its own shape does not show.
         """
-        if self.flatten:
-            part = part.flatten(2 if stacked else 1)
-        if self.transposed:
-            part = part.mT
+        if not self._is_plain():
+            part = self._unfolded(part, int(stacked))
         heads = self._heads()[index]
         if heads > 1:
             part = torch.unflatten(part, -2, (heads, part.size(-2) // heads))
@@ -200,9 +253,33 @@ class Stiefel:
             matrices = matrices.mT
         if self._heads()[index] > 1:
             matrices = matrices.flatten(-3, -2)
-        if self.transposed:
-            matrices = matrices.mT
-        return matrices.reshape(shape)
+        if self._is_plain():
+            return matrices.reshape(shape)
+        return self._folded(matrices, shape, int(stacked))
+
+    def _unfolded(self, part: Tensor, lead: int) -> Tensor:
+        """Return ``(..., n, m)``: the batch first, rows and columns joined; a view if it can be."""
+        dims, order = self._order(part.ndim, lead)
+        if order != list(range(part.ndim)):
+            part = part.permute(order)
+        if len(dims.rows) == len(dims.columns) == 1:
+            return part
+        size, first = part.shape, lead + len(dims.batch)
+        middle = first + len(dims.rows)
+        return part.reshape(*size[:first], math.prod(size[first:middle]), math.prod(size[middle:]))
+
+    def _folded(self, matrices: Tensor, shape: torch.Size, lead: int) -> Tensor:
+        """Undo :meth:`_unfolded`: always a view of what lies in memory matrix by matrix."""
+        _, order = self._order(len(shape), lead)
+        tensor = matrices.reshape([shape[dim] for dim in order])
+        if order == list(range(len(shape))):
+            return tensor
+        return tensor.permute([order.index(dim) for dim in range(len(shape))])
+
+    def _order(self, ndim: int, lead: int) -> tuple[Dims, list[int]]:
+        """Return the dimensions behind the first ``lead`` ones, and the order that joins them."""
+        dims = self.dims(ndim - lead)
+        return dims, [*range(lead), *(lead + dim for dim in itertools.chain(*dims))]
 
     def scale_of(self, matrices: Tensor) -> Any:
         """Return the scale: a number, or that of each matrix, ``(..., 1, 1)``, if it is learned.
@@ -214,28 +291,63 @@ class Stiefel:
         scale = frobenius_norm(matrices) / math.sqrt(min(matrices.shape[-2:]))
         return torch.where(scale > 0, scale, 1.0)
 
-    def dimensions(self, ndim: int) -> tuple[int, tuple[int, ...]]:
-        """Return which dimension of a stored tensor counts rows, and which together columns."""
+    def dims(self, ndim: int) -> Dims:
+        """Return what the dimensions of a stored tensor are."""
+        rows: Any = self.row_dims
+        columns: Any = self.column_dims
         if self.flatten:
-            return 0, tuple(range(1, ndim))
-        return (ndim - 1, (ndim - 2,)) if self.transposed else (ndim - 2, (ndim - 1,))
+            rows = (0,)
+        elif self.transposed:
+            rows, columns = (-1,), (-2,)
+        elif rows is None and columns is None:
+            rows, columns = (-2,), (-1,)
+        named = {dim % ndim for dim in (*(rows or ()), *(columns or ()))}
+        others = tuple(dim for dim in range(ndim) if dim not in named)
+        if rows is None:
+            return Dims((), others, tuple(dim % ndim for dim in columns))
+        if columns is None:
+            return Dims((), tuple(dim % ndim for dim in rows), others)
+        return Dims(others, *(tuple(dim % ndim for dim in each) for each in (rows, columns)))
+
+    def is_in_order(self, ndim: int) -> bool:
+        """Say whether a contiguous tensor has one matrix behind the other in memory, as stored."""
+        return self._order(ndim, 0)[1] == list(range(ndim))
+
+    def is_alike(self, shape: torch.Size, other: torch.Size) -> bool:
+        """Say whether tensors of both shapes have equal matrices, where the batch may broadcast."""
+        said: tuple[Any, Any] = self.row_dims, self.column_dims
+        dims = [dim for each in said for dim in each or (0,)]
+        is_from_end = self._is_plain() or self.transposed or max(dims) < 0
+        if len(shape) != len(other) and not (is_from_end and len(other) >= -min(dims)):
+            return False
+        named = [self.dims(len(each))[1:] for each in (shape, other)]
+        sizes = [
+            [each[dim] for dim in itertools.chain(*own)]
+            for each, own in zip((shape, other), named, strict=True)
+        ]
+        return sizes[0] == sizes[1]
+
+    def on(self, ndim: int) -> Stiefel:
+        """Return the one reading that equals all that read tensors of ``ndim`` dimensions alike."""
+        _, rows, columns = self.dims(ndim)
+        return replace(self, flatten=False, transposed=False, row_dims=rows, column_dims=columns)
 
     def is_wide(self, shape: torch.Size, index: int = 0) -> bool:
         """Say whether the matrices of range ``index``, all rows of ``shape``, are wide."""
-        row_count, column_count = self._size(shape)
+        row_count, column_count = self.size(shape)
         return row_count // self._heads()[index] < column_count
 
     def heights(self, shape: torch.Size | tuple[int, ...]) -> list[int]:
         """Return n of the tall n x m matrices of each range of a tensor of ``shape``."""
-        row_count, column_count = self._size(shape)
+        row_count, column_count = self.size(shape)
         spans = self._spans(row_count)
         return [max((stop - start) // heads, column_count) for start, stop, heads in spans]
 
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
-        row_count, column_count = self._size(shape)
-        lead = 1 if self.flatten else math.prod(tuple(shape)[:-2])
-        words = []
+        row_count, column_count = self.size(shape)
+        words, dims = [], self.dims(len(shape))
+        lead = math.prod([shape[dim] for dim in dims.batch])
         for start, stop, heads in self._spans(row_count):
             height = (stop - start) // heads
             kind = "rows" if height < column_count else "columns"
@@ -246,11 +358,21 @@ class Stiefel:
         if self.learn_scale:
             scale = f", scale learned from {self.scale:g}"
         sign = "" if self.determinant is None else f", determinant {self.determinant:+d}"
-        return "; ".join(words) + scale + sign
+        legs = f", dimensions {dims.rows} x {dims.columns}" if self._names_dims() else ""
+        return "; ".join(words) + legs + scale + sign
+
+    def unsaid_batch(self, shape: torch.Size | tuple[int, ...]) -> str:
+        """Return in words what to do if ``shape``, read as a batch by default, is one matrix."""
+        is_default = self._is_plain() and self.heads is None and self.rows is None
+        if not is_default or (count := self.count(shape)) == 1:
+            return ""
+        rows = tuple(range(len(shape) - 1))
+        size = f"{count} matrices of {shape[-2]} x {shape[-1]}"
+        return f"{size}; if these legs are one matrix, pass row_dims={rows}"
 
     def count(self, shape: torch.Size | tuple[int, ...]) -> int:
         """Return how many matrices a tensor of ``shape`` holds."""
-        lead = 1 if self.flatten else math.prod(tuple(shape)[:-2])
+        lead = math.prod([shape[dim] for dim in self.dims(len(shape)).batch])
         return lead * sum(self._heads())
 
     def _ranges(self) -> Ranges:
@@ -265,10 +387,20 @@ class Stiefel:
         number = max(1, len(self._ranges()))
         return self.heads if isinstance(self.heads, tuple) else (self.heads or 1,) * number
 
-    def _size(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-        if self.flatten:
-            return shape[0], math.prod(shape[1:])
-        return (shape[-1], shape[-2]) if self.transposed else (shape[-2], shape[-1])
+    def size(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+        """Return how many rows and columns a tensor of ``shape`` has, heads one above the other."""
+        if self._is_plain():
+            return shape[-2], shape[-1]
+        _, rows, columns = self.dims(len(shape))
+        # lists: torch.compile does not trace a product over a generator
+        return math.prod([shape[dim] for dim in rows]), math.prod([shape[dim] for dim in columns])
+
+    def _names_dims(self) -> bool:
+        return self.row_dims is not None or self.column_dims is not None
+
+    def _is_plain(self) -> bool:
+        """Say whether the last two dimensions are rows and columns."""
+        return not (self.flatten or self.transposed or self._names_dims())
 
 
 def check_determinant(determinant: object) -> None:
@@ -299,6 +431,17 @@ def _normal_ranges(rows: object) -> Ranges | None:
         if before[1] > after[0]:
             raise ValueError(fail("rows", "not overlap", (before, after)))
     return tuple((start, stop) for start, stop in pairs)
+
+
+def _normal_dims(name: str, dims: Any) -> tuple[int, ...] | None:
+    if dims is None:
+        return None
+    values = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
+    if not all(type(value) is int for value in values):
+        raise TypeError(fail(name, "be a dimension or several of them", repr(dims)))
+    if not values:
+        raise ValueError(fail(name, "name at least one dimension", dims, "leave it out"))
+    return values
 
 
 def _normal_heads(heads: Any, rows: Ranges | None) -> int | tuple[int, ...] | None:

@@ -16,7 +16,13 @@ from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.points import at_start, nearest, reading_of
-from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
+from stiefel_opt.tags.trained import (
+    is_lost,
+    relative_move,
+    turned_over,
+    warn_of_component,
+    warn_of_lost,
+)
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 # Ids of parameters whose tag `untag` removed. An id may come back with another parameter, which
@@ -48,7 +54,7 @@ class ManifoldParameter(nn.Parameter):
     manifold: Stiefel
     is_unconstrained: bool  # where leaving the manifold is intended
     is_stepped: bool = False  # whether an optimizer trains it
-    takes_whole_gradient: bool = False  # whether a group says that it is unconstrained
+    is_plain_in_group: bool = False  # whether a group says that it is unconstrained
 
     def __new__(
         cls,
@@ -70,7 +76,7 @@ class ManifoldParameter(nn.Parameter):
             if project and has_values(data) and not is_sharded(data):
                 remedy = "initialise it first, or pass project=False"
                 point = nearest(data, at_start(manifold), "data", remedy)
-                share = distance(data, point)
+                share = relative_move(data, point)
                 warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
                 warn_of_component(turned_over("data", data, manifold))
                 data = data if point is None else point
@@ -88,8 +94,8 @@ class ManifoldParameter(nn.Parameter):
         copied = type(self)(data, self.manifold, self.requires_grad)
         if hasattr(self, "is_unconstrained"):
             copied.is_unconstrained = True
-        if self.takes_whole_gradient:
-            copied.takes_whole_gradient = True
+        if self.is_plain_in_group:
+            copied.is_plain_in_group = True
         memo[id(self)] = copied
         return copied
 
@@ -187,7 +193,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
     if not key:
-        note_whole(parameters, key is False)
+        mark_unconstrained(parameters, key is False)
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
     points: list[tuple[Any, Tensor | None]] = []
@@ -202,7 +208,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
                 check_writable(name, parameter)
                 point = nearest(parameter, at_start(manifold), name)
             points.append((parameter, point))
-            share = distance(parameter, point)
+            share = relative_move(parameter, point)
             lost += [(name, share)] if is_lost(parameter, manifold, share) else []
             turned += turned_over(name, parameter, manifold) if point is not None else []
     warn_of_lost(lost)  # which raises where warnings are errors
@@ -211,13 +217,13 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
         if point is not None:
             parameter.copy_(point)
         tag(parameter, manifold)
-    note_whole(parameters, False)
+    mark_unconstrained(parameters, False)
 
 
-def note_whole(parameters: Iterable[Any], is_whole: bool) -> None:
+def mark_unconstrained(parameters: Iterable[Any], is_whole: bool) -> None:
     """Mark parameters that a group trains without their constraint, or no longer."""
     for parameter in parameters:
         if is_whole:
-            parameter.takes_whole_gradient = True
+            parameter.is_plain_in_group = True
         else:
-            vars(parameter).pop("takes_whole_gradient", None)
+            vars(parameter).pop("is_plain_in_group", None)

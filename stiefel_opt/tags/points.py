@@ -134,7 +134,8 @@ def is_alike(reading: Stiefel, other: Stiefel, tensor: Tensor) -> bool:
     """Say whether readings of a tensor are equal, but for the rounding of a scale that it kept."""
     rounding = scale_rounding(tensor.dtype, max(other.heights(tensor.shape)))
     is_close = math.isclose(reading.scale, other.scale, rel_tol=rounding)
-    return is_close and replace(reading, scale=other.scale) == other
+    ndim = tensor.ndim
+    return is_close and replace(reading, scale=other.scale).on(ndim) == other.on(ndim)
 
 
 def rms_scale(value: Tensor, reading: Stiefel, name: str) -> float:

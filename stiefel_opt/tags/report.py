@@ -20,6 +20,7 @@ from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.points import largest_error, reading_of
+from stiefel_opt.tags.uses import unsaid_batches
 
 
 @torch.no_grad()
@@ -171,11 +172,16 @@ class Report:
         lines: One :class:`Line` for each constrained parameter.
         with_steps: Whether the table has columns for the steps of an optimizer.
         others: Name and manifold of each parameter that is geoopt's, as it is on another manifold.
+        notes: What to look at: tensors of several dimensions that are read as a batch.
+        how_stepped: How the last step of an optimizer was taken on an accelerator: captured as CUDA
+            graphs, or eager and why; else empty.
     """
 
     lines: tuple[Line, ...]
     with_steps: bool = False
     others: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    how_stepped: str = ""
 
     @override
     def __str__(self) -> str:
@@ -200,7 +206,9 @@ class Report:
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
         left = ", ".join(f"{name} ({manifold})" for name, manifold in self.others)
-        return table(rows) + (f"\nleft to geoopt: {left}" if left else "")
+        notes = [*self.notes, f"left to geoopt: {left}"] if left else [*self.notes]
+        notes += [f"last step: {self.how_stepped}"] if self.how_stepped else []
+        return "\n".join([table(rows), *notes])
 
     @override
     def __repr__(self) -> str:
@@ -309,4 +317,10 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         for name, parameter in model.named_parameters()
         if is_others(parameter)
     )
-    return Report(tuple(lines), with_steps=optimizer is not None, others=others)
+    batches = unsaid_batches(model, {name: reading for name, _, reading, _ in found})
+    notes = tuple(
+        f"{name}{f' and {len(more)} more' if more else ''}: {note}"
+        for note, (name, *more) in batches.items()
+    )
+    how = getattr(inmost, "how_stepped", str)()
+    return Report(tuple(lines), optimizer is not None, others, notes, how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import users_level
-from stiefel_opt.numerics.device import finest_dtype
+from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.geometry import is_far, widened
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.points import largest_error, wrong_signs
@@ -27,11 +27,11 @@ _OUTLIER: Final = 1.25
 # matrices that were trained in this process.
 _WRITES: Final = 32
 _SMALL: Final = 64  # n below which random matrices may have any singular value
-HARMFUL: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
+LARGE_MOVE: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
 
 
 @torch.no_grad()
-def distance(tensor: Tensor, point: Tensor | None) -> float:
+def relative_move(tensor: Tensor, point: Tensor | None) -> float:
     """Return the distance from ``tensor`` to ``point``, or None for itself, over its norm."""
     if point is None:
         return 0.0
@@ -52,7 +52,23 @@ def _is_written(value: Tensor) -> bool:
 
 def is_lost(value: Tensor, reading: Stiefel, share: float) -> bool:
     """Say whether a move by this share of its length loses what ``value`` has learned."""
-    return share > HARMFUL and looks_trained(value, reading)
+    return share > LARGE_MOVE and looks_trained(value, reading)
+
+
+def check_start(name: str, value: Tensor, reading: Stiefel) -> Callable[[Tensor], None]:
+    """Look at a weight before it is made orthonormal; return what then looks at its point.
+
+    That one warns if the weight looks trained and the point is far: what it had learned is lost.
+    """
+    if not (has_values(value) and looks_trained(value, reading)):
+        return lambda point: None  # noqa: ARG005
+    before = value.detach().clone()
+
+    def check(point: Tensor) -> None:
+        if (share := relative_move(before, point)) > LARGE_MOVE:
+            warn_of_lost([(name, share)])
+
+    return check
 
 
 def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 
 from stiefel_opt.errors import fail, users_level
+from stiefel_opt.tags.layers import is_layer
 from stiefel_opt.tags.manifold import HIDDEN, Stiefel
 
 TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
@@ -49,6 +50,28 @@ def check_uses(
         warn_of_tokens(module, ((name, owner, known[name]) for name, owner in owners))
 
 
+def warn_of_batches(module: nn.Module, asked: Mapping[str, Stiefel]) -> None:
+    """Warn of tensors of several dimensions that are read as a batch by default."""
+    for text, (name, *others) in unsaid_batches(module, asked).items():
+        more = f" and {len(others)} more are each" if others else " is"
+        warnings.warn(
+            f"`{name}`{more} read as {text}, or flatten=True for a kernel; flatten=False says that "
+            "they are a batch",
+            stacklevel=users_level(),
+        )
+
+
+def unsaid_batches(module: nn.Module, readings: Mapping[str, Stiefel]) -> dict[str, list[str]]:
+    """Return what to do about batches that nobody asked for, and the names of each kind."""
+    found: dict[str, list[str]] = {}
+    for name, reading in readings.items():
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if not is_layer(owner) and (text := reading.unsaid_batch(getattr(owner, leaf).shape)):
+            found.setdefault(text, []).append(name)
+    return found
+
+
 def check_use(
     module: nn.Module, name: str, parameter: Tensor, reading: Stiefel, *, is_said: bool
 ) -> None:
@@ -64,7 +87,8 @@ def check_use(
     if table is not None and table.max_norm is not None:
         remedy = "set it to None: each forward pass would shorten rows of a constrained weight"
         raise ValueError(fail(f"max_norm of {name}", "be None", table.max_norm, remedy))
-    may_mix = reading.rows is None and (parameter.ndim == 2 or reading.flatten)
+    dims = reading.dims(parameter.ndim)
+    may_mix = reading.rows is None and not dims.batch and len(dims.rows) == 1
     texts = [_mixed(parameter, reading, name, is_said=is_said) if may_mix else ""]
     if table is not None or is_head(module, owner, name):
         texts.append(_short(parameter, reading, name, 1 if table is not None else _RATIO))
@@ -75,8 +99,7 @@ def check_use(
 
 def _mixed(parameter: Tensor, reading: Stiefel, name: str, *, is_said: bool) -> str:
     """Return a warning of blocks, or of one matrix, across several one above the other."""
-    row_count = parameter.size(reading.dimensions(parameter.ndim)[0])
-    column_count = parameter.numel() // row_count
+    row_count, column_count = reading.size(parameter.shape)
     heads, called = reading.heads, name.lower()
     pair = next((held for held, known in _PAIRS.items() if known.search(called)), "")
     is_named = bool(_QKV.search(called))
@@ -117,8 +140,8 @@ def _mixed(parameter: Tensor, reading: Stiefel, name: str, *, is_said: bool) -> 
 
 def _short(parameter: Tensor, reading: Stiefel, name: str, ratio: int) -> str:
     """Return a warning of rows, what a table returns, that get short."""
-    count, width = parameter.mT.shape[-2:] if reading.transposed else parameter.shape[-2:]
-    if replace(reading, transposed=False) != Stiefel() or count <= ratio * width:
+    count, width = reading.size(parameter.shape)
+    if reading != replace(Stiefel(), transposed=reading.transposed) or count <= ratio * width:
         return ""
     return (
         f"`{name}` has {count} rows and {width} columns: its columns become orthonormal, "

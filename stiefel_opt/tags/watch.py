@@ -41,7 +41,7 @@ from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scal
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.tags.points import kept_scale, largest_error, nearest, wrong_signs
-from stiefel_opt.tags.trained import distance, is_lost
+from stiefel_opt.tags.trained import is_lost, relative_move
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 KEEPS: Final = "_stiefel_keeps"  # names of parameters whose scale follows the loaded value
@@ -93,7 +93,7 @@ def mark_maps(model: nn.Module) -> bool:
 @torch.no_grad()
 def has_left(parameter: Tensor, reading: Stiefel) -> bool:
     """Say whether a weight is unconstrained, or was to leave the manifold and has left it."""
-    if getattr(parameter, "takes_whole_gradient", False):
+    if getattr(parameter, "is_plain_in_group", False):
         return True
     if not has_values(parameter) or not getattr(parameter, "is_unconstrained", False):
         return False
@@ -120,14 +120,14 @@ class _Watched(dict[str, Any]):
         self.hooks = module._forward_pre_hooks
         self.kind = type(module).__name__
         self.has_forward = type(module).forward is not nn.Module.forward
-        self.looks: dict[str, _Looks] = {}
+        self.schedules: dict[str, _CheckSchedule] = {}
         self.passes = _none_pass(self.records)
         self.silent = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
-        return {**self.__dict__, "looks": {}}
+        return {**self.__dict__, "schedules": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -154,7 +154,7 @@ class _Watched(dict[str, Any]):
             return
         is_swapped = _is_swapped(sys._getframe(1))
         if not is_swapped:
-            self.looks.pop(name, None)
+            self.schedules.pop(name, None)
         self.passes[name] = iter(())
         if isinstance(value, ManifoldParameter):
             if value.manifold is UNSTATED:  # type(p)(value) has no reading of its own
@@ -201,27 +201,31 @@ class _Watched(dict[str, Any]):
             self.passes[name] = itertools.repeat(None)
             return
         called = f"{name}, given" if is_given else name
-        if (looks := self.looks.get(called)) is None:
-            looks = self.looks[called] = _Looks()
-        if not looks.is_due(value):
-            self.passes[name] = looks.passes()
+        if (schedule := self.schedules.get(called)) is None:
+            schedule = self.schedules[called] = _CheckSchedule()
+        if not schedule.is_due(value):
+            self.passes[name] = schedule.passes()
             return
         is_called, frame = False, cast("FrameType | None", sys._getframe(1))
         while frame is not None and not is_called:
             calling = frame.f_globals.get("__name__", "")
             if calling.startswith("torch.ao.nn.") and ".qat." not in calling:  # which trains
-                looks.is_over = True
-                self.passes[name] = looks.passes()
+                schedule.is_over = True
+                self.passes[name] = schedule.passes()
                 warnings.warn(_CONVERTED.format(name, self.kind), stacklevel=users_level())
                 return
             is_called, frame = frame.f_code is _CALL, frame.f_back
         if not is_called:  # to be projected, or initialised
             return
-        looks.note(value, self.warn_if_far(name, value, looks, waits=not torch.is_grad_enabled()))
-        self.passes[name] = looks.passes()
+        schedule.note(
+            value, self.warn_if_far(name, value, schedule, waits=not torch.is_grad_enabled())
+        )
+        self.passes[name] = schedule.passes()
 
     @torch.no_grad()
-    def warn_if_far(self, name: str, value: Tensor, looks: _Looks, *, waits: bool) -> bool:
+    def warn_if_far(
+        self, name: str, value: Tensor, schedule: _CheckSchedule, *, waits: bool
+    ) -> bool:
         """Warn of a weight off the manifold; return whether it need not be checked again."""
         if getattr(value, "is_unconstrained", False):
             return True
@@ -235,7 +239,7 @@ class _Watched(dict[str, Any]):
             return False
         reading = self.records[name]
         with no_autocast(value):
-            reader = Now() if waits else reader_for(value, looks.lagged)
+            reader = Now() if waits else reader_for(value, schedule.lagged)
             error = reader.number("error", lambda: largest_error(widened(value.detach()), reading))
         if error == math.inf or not is_far(error, value.detach()):  # inf: not known yet
             return False
@@ -342,7 +346,7 @@ _CONVERTED: Final = (
 
 
 @dataclasses.dataclass
-class _Looks:
+class _CheckSchedule:
     """When the value of one parameter is checked again: seldom.
 
     Averages are read without gradients, or no optimizer steps them, and code that knows no
@@ -352,7 +356,7 @@ class _Looks:
     reads: int = 0
     next_read: int = 1
     next_version: int = 1
-    writes: int = 1  # between two looks: more where the value stayed on the manifold
+    writes: int = 1  # between two checks: more where the value stayed on the manifold
     is_over: bool = False
     lagged: Lagged = dataclasses.field(default_factory=Lagged)
     passing: Iterator[None] = dataclasses.field(default_factory=lambda: iter(()))
@@ -393,8 +397,8 @@ def watch(module: nn.Module) -> None:
         # A sharded parameter is gathered into another object for the forward: nothing to watch.
         tagged = (isinstance(parameters[name], ManifoldParameter) for name in parameters.records)
         parameters.silent = not all(tagged)
-        parameters.looks = {
-            name: _Looks(next_read=2, next_version=value._version + 1)
+        parameters.schedules = {
+            name: _CheckSchedule(next_read=2, next_version=value._version + 1)
             for name, value in parameters.items()
             if name in parameters.records and value is not None and not value.is_inference()
         }
@@ -503,7 +507,7 @@ def _warn_if_off(
                 "build the optimizer anew"
             )
         if 0.1 < error < math.inf:
-            share = distance(loaded, nearest(loaded, reading, leaf))
+            share = relative_move(loaded, nearest(loaded, reading, leaf))
             if is_lost(loaded, reading, share):
                 remedy += (
                     f". It seems trained, and moves by {share:.0%} of its length to be "
@@ -511,7 +515,8 @@ def _warn_if_off(
                     "in so.constrain if its norm matters, or leave it unconstrained"
                 )
         if isinstance(module._parameters, _Watched):
-            module._parameters.looks[leaf] = _Looks(is_over=True)  # one warning is enough
+            # one warning is enough
+            module._parameters.schedules[leaf] = _CheckSchedule(is_over=True)
         warnings.warn(
             f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
             f"|X'X - I| = {error:.0e}; {remedy}",

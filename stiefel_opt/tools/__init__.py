@@ -11,7 +11,5 @@ from stiefel_opt.tools.logging import orthonormality_errors as orthonormality_er
 from stiefel_opt.tools.migration import from_geoopt as from_geoopt
 from stiefel_opt.tools.migration import from_geotorch as from_geotorch
 from stiefel_opt.tools.migration import from_torch_orthogonal as from_torch_orthogonal
-from stiefel_opt.tools.optional import ProgressBar as ProgressBar
-from stiefel_opt.tools.optional import imported as imported
 from stiefel_opt.tools.transformer import TransformerReport as TransformerReport
 from stiefel_opt.tools.transformer import constrain_transformer as constrain_transformer

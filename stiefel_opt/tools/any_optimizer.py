@@ -42,8 +42,8 @@ from stiefel_opt.tags import (
     Stiefel,
     inner_optimizers,
     is_own,
+    mark_unconstrained,
     nearest,
-    note_whole,
     reading_by,
     recalled,
     stacks_of,
@@ -219,7 +219,7 @@ class _Keeper:
         """Remember the tags, and put back those that are lost; mark who is unconstrained."""
         params = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for group in optimizer.param_groups:
-            note_whole(group["params"], group.get("stiefel") is False)
+            mark_unconstrained(group["params"], group.get("stiefel") is False)
         self._tags = recalled(params, self._tags)
 
     @torch.no_grad()

@@ -10,7 +10,6 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_module, fail, type_name
-from stiefel_opt.nn import MultiheadAttention
 from stiefel_opt.tags import Stiefel, apply_readings, check_value, in_words, kept_scale, table
 
 # Attribute names of the linear layers, each with the projections it holds, side by side.
@@ -176,13 +175,18 @@ def constrain_attention(
             kinds[called] = type(model.get_submodule(path)).__name__
     distances = apply_readings(model, readings, keeps=scale == "keep" and not learn_scale)
     for path in plans:
-        if isinstance(module := model.get_submodule(path), MultiheadAttention):
-            module.constraint, module.learn_scale = constraint, learn_scale
+        if _is_constrained_attention(module := model.get_submodule(path)):
+            vars(module).update(constraint=constraint, learn_scale=learn_scale)
     lines = []
     for name, share in distances.items():
         words = in_words(model, name, model.get_parameter(name).shape, readings[name])
         lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
     return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
+
+
+def _is_constrained_attention(module: nn.Module) -> bool:
+    """Say whether a module is the attention of this package, which tells its constraint."""
+    return isinstance(module, nn.MultiheadAttention) and "constraint" in vars(module)
 
 
 def plans_of(
@@ -310,7 +314,7 @@ def _torch_weights(module: nn.Module, which: str) -> list[_Weight]:
     """Return the weights of torch's own attention."""
     if not isinstance(module, nn.MultiheadAttention):
         return []
-    if isinstance(module, MultiheadAttention) and which != "qk":
+    if _is_constrained_attention(module) and which != "qk":
         raise _UnreadableError("it constrains 'qk' itself; take torch's module for other weights")
     width = module.embed_dim
     if "in_proj_weight" not in module._parameters:

@@ -77,7 +77,7 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     """Return the norm of each part of a gradient that moves its parameter."""
     grad: Tensor = parameter.grad  # type: ignore[assignment]
     reading = getattr(parameter, "manifold", None)
-    if not isinstance(reading, Stiefel) or getattr(parameter, "takes_whole_gradient", False):
+    if not isinstance(reading, Stiefel) or getattr(parameter, "is_plain_in_group", False):
         values = grad.coalesce().values() if grad.is_sparse else grad
         return [torch.linalg.vector_norm(values)]
     if grad.layout is not torch.strided:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import fail, imported
 from stiefel_opt.numerics import has_values
 from stiefel_opt.tags import constrain, random_point
-from stiefel_opt.tools.optional import imported
 
 _PEFT: Final = "'peft>=0.21'"
 _peft = imported("peft", _PEFT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -59,7 +59,8 @@ def constrain_transformer(
 
     Queries, keys, values and the columns of the output projection are one matrix for each head, as
     by :func:`constrain_attention` "within"; each linear layer of a feed-forward part is one, and
-    two where it holds a gate beside what is gated. Embeddings, norms, biases and all that lies
+    two where it holds a gate beside what is gated. Embeddings, norms, biases, other parts of
+    attention such as relative positions, convolutions, experts in one tensor and all that lies
     outside of the blocks, such as the last head, stay unconstrained.
 
     A block is the repeated part of the model around an attention module, of torch
@@ -85,11 +86,11 @@ def constrain_transformer(
     check_flag("learn_scale", learn_scale)
     if isinstance(scale, str) and scale not in ("keep", "rms"):
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
-    planned, skipped = _attention(model, Names.of(names))
+    planned, paths, skipped = _attention(model, Names.of(names))
     readings: dict[str, Stiefel] = {}
     kinds: dict[str, str] = {}
     known: set[int] = set()
-    for name, kind, reading in (*planned, *_others(model, planned, skipped)):
+    for name, kind, reading in (*planned, *_others(model, planned, paths, skipped)):
         parameter = model.get_parameter(name)
         if id(parameter) in known:  # tied
             continue
@@ -114,8 +115,8 @@ def constrain_transformer(
 _Found = tuple[str, str, Stiefel]  # name of a weight, class of its module, and how it is read
 
 
-def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], dict[str, str]]:
-    """Return the weights of attention modules, and why others cannot be read, by path."""
+def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], list[str], dict[str, str]]:
+    """Return the weights of attention modules, their paths, and why others cannot be read."""
     plans, skipped = plans_of(model, "within", "qkvo", names)
     if skipped:  # without the output projection perhaps
         more, _ = plans_of(model, "within", "qkv", names)
@@ -132,27 +133,41 @@ def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], dict[str, 
             owner = path.rpartition(".")[0] if name == BESIDE_WEIGHT else path
             kind = type(model.get_submodule(path)).__name__
             found.append((_joined(owner, name), kind, reading))
-    return found, skipped
+    return found, list(plans), skipped
 
 
-def _others(model: nn.Module, planned: list[_Found], skipped: dict[str, str]) -> Iterator[_Found]:
-    """Yield the weights of all other linear layers of the blocks; note who has no plain weight."""
+def _others(
+    model: nn.Module, planned: list[_Found], paths: list[str], skipped: dict[str, str]
+) -> Iterator[_Found]:
+    """Yield the weights of all other linear layers of the blocks, and note what is left out.
+
+    That is a layer without a plain weight, a layer of an attention module that is no projection,
+    such as one of relative positions, and weights that are no matrices, such as experts.
+    """
     taken = {name for name, _, _ in planned}
-    owners = {name.rpartition(".")[0] for name in taken}
+    owners = [name.rpartition(".")[0] for name, _, _ in planned]
     unread = tuple(skipped)
     blocks = dict.fromkeys(_block_of(model, path) for path in (*owners, *unread))
+    attention = [path for path in paths if path not in blocks]
     for block in blocks:
         if block is None:
             continue
         for inner, layer in model.get_submodule(block).named_modules():
             path = _joined(block, inner)
-            is_linear = isinstance(layer, nn.Linear) or is_conv1d(layer)
-            is_unread = any(f"{path}.".startswith(f"{other}.") for other in unread)
-            if not is_linear or is_unread or _joined(path, "weight") in taken:
+            kind = type(layer).__name__
+            if _is_within(path, unread) or _joined(path, "weight") in taken:
+                continue
+            if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
+                shapes = [own.shape for own in layer.parameters(recurse=False)]
+                if any(sum(size > 1 for size in shape) > 2 for shape in shapes):
+                    skipped[path] = f"{kind}: its weights are no matrices"
+                continue
+            if _is_within(path, attention):
+                skipped[path] = f"{kind}: no projection of its attention module"
                 continue
             weight = layer._parameters.get("weight")
             if weight is None or weight.ndim != 2:
-                skipped[path] = f"{type(layer).__name__}: its weight is computed, or no matrix"
+                skipped[path] = f"{kind}: its weight is computed, or no matrix"
                 continue
             taken.add(_joined(path, "weight"))
             above = model.get_submodule(path.rpartition(".")[0])
@@ -162,6 +177,11 @@ def _others(model: nn.Module, planned: list[_Found], skipped: dict[str, str]) ->
                 type(above).__name__,
                 Stiefel(heads, transposed=is_conv1d(layer)),
             )
+
+
+def _is_within(path: str, modules: Iterable[str]) -> bool:
+    """Say whether a path is that of one of these modules or of a part of one."""
+    return any(f"{path}.".startswith(f"{module}.") for module in modules)
 
 
 def _block_of(model: nn.Module, path: str) -> str | None:

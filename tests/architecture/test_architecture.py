@@ -95,7 +95,8 @@ def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
 
 METHODS = [
     found
-    for found in (*vars(so).values(), *map(vars(compat).get, compat.__all__))
+    for face in (so, compat)
+    for found in (getattr(face, name) for name in face.__all__)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
 ]
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}

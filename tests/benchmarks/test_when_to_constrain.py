@@ -105,13 +105,45 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
     before = path.stat().st_mtime_ns
     when_to_constrain.run(jobs, Path(), tmp_path)
     assert path.stat().st_mtime_ns == before
-    runs = when_to_constrain.unpacked(when_to_constrain.merged(tmp_path)["parts"]["stage 1"])
+    (file,) = when_to_constrain.merged(tmp_path).values()
+    runs = when_to_constrain.unpacked(file["parts"]["stage 1"])
     (row,) = map(json.loads, path.read_text().splitlines()[1:])
     values = runs["perceptron, digits"]["NAdam"]
     assert values["rates"] == [0.01]
     assert [values[name][0][0] for name in MEASURES] == pytest.approx(
         [row[name] for name in MEASURES], rel=1e-2
     )
+
+
+def test_jobs_of_a_stage_are_one_table_and_the_second_stage_has_its_own_file(
+    tmp_path: Path,
+) -> None:
+    name, jobs = "perceptron, digits", []
+    for seeds, rates in (((10, 11), (0.001, 0.01)), ((12,), (0.001, 0.01))):
+        jobs.append(Job("stage 2", name, ("NAdam", "fixed 1"), rates, seeds, 1))
+    jobs.append(Job("stage 1", name, ("NAdam",), (0.01,), (0,), 0.01))
+    network = when_to_constrain.NETWORKS[name](Path())
+    network.steps = 1
+    for job in jobs:
+        rows = train(network, job)
+        head = job._asdict() | {"seconds": 1.0, "machine": {"date": ""}}
+        text = "\n".join(map(json.dumps, [head, *rows]))
+        (tmp_path / f"{job.name}.jsonl").write_text(text)
+    files = when_to_constrain.merged(tmp_path)
+    part = "stage 2, short, falling"
+    stored = {file.name: [*content["parts"]] for file, content in files.items()}
+    assert stored == {
+        "when_to_constrain_runs.json": ["stage 1"],
+        "when_to_constrain_stage_2_short_falling.json": [part],
+    }
+    (kept,) = (content["parts"][part] for content in files.values() if part in content["parts"])
+    values = when_to_constrain.unpacked(kept)[name]["fixed 1"]
+    assert values["rates"] == [0.001, 0.01]
+    rows = [row for job in jobs[:2] for row in train(network, job) if row["arm"] == "fixed 1"]
+    for measure in MEASURES:
+        wanted = [[row[measure] for row in rows if row["rate"] == rate] for rate in (0.001, 0.01)]
+        for ours, theirs in zip(values[measure], wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-2)
 
 
 def test_a_lost_copy_counts_as_one_that_guesses() -> None:

@@ -2,7 +2,9 @@
 
     python -m pytest tests/devices/laws.py
 
-A GPU copies numbers to the host in its own time; from the toy device nothing is ever read.
+A GPU copies numbers to the host in its own time; from the toy device nothing is ever read. Where a
+law is about steps, they are eager ones and then captured ones; on the toy device a double takes the
+place of a graph.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 import pytest
 import torch
 from contract import Model, constrained, every_optimizer, every_rule, model, optimizer, through_file
+from graph_double import doubled
 from map_cases import MAPS, MapCase, gaussian
 from optimizers import TABLE
 from torch import Tensor, nn
 from toy_device import register
 
 import stiefel_opt as so
+from stiefel_opt.optim import capture
 
 HAS_ACCELERATOR = torch.accelerator.is_available()
 WAITS: Callable[[], int] | None = None if HAS_ACCELERATOR else register()
@@ -87,6 +91,19 @@ def assert_at_home(opt: torch.optim.Optimizer) -> None:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["eager", "captured"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps are taken one by one, or captured after the first."""
+    is_captured = request.param == "captured"
+    monkeypatch.setattr(capture, "BY_DEFAULT", is_captured)
+    with doubled(DEVICE.type) if is_captured and not HAS_ACCELERATOR else contextlib.nullcontext():
+        yield
+
+
+taken_both_ways = pytest.mark.usefixtures("steps")
+
+
+@taken_both_ways
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(name: str, dtype: torch.dtype) -> None:
@@ -106,6 +123,7 @@ def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(name: str, dtype: torch
     assert max(errors.values()) < 30, errors
 
 
+@taken_both_ways
 @every_rule
 def test_nobody_waits_for_whoever_has_no_gradient(name: str) -> None:
     host, net = pair()
@@ -143,6 +161,7 @@ def test_a_step_in_a_graph_is_replayed(name: str) -> None:
     assert float(so.orthonormality_error(captured)) < 1e-13
 
 
+@taken_both_ways
 @every_rule
 def test_some_gradients_are_missing_and_one_is_not_finite(name: str) -> None:
     host, net = pair()
@@ -159,6 +178,7 @@ def test_some_gradients_are_missing_and_one_is_not_finite(name: str) -> None:
     assert_near(net, host, TABLE[name].unread)
 
 
+@taken_both_ways
 @every_rule
 def test_a_checkpoint_goes_from_one_device_to_the_other_and_back(name: str) -> None:
     host, net = pair()
@@ -177,6 +197,7 @@ def test_a_checkpoint_goes_from_one_device_to_the_other_and_back(name: str) -> N
     assert_near(back, host, TABLE[name].unread)
 
 
+@taken_both_ways
 @every_rule
 def test_a_learning_rate_may_be_a_tensor_of_the_device(name: str) -> None:
     host, net = pair()
@@ -192,6 +213,7 @@ def test_a_learning_rate_may_be_a_tensor_of_the_device(name: str) -> None:
     assert_near(net, host, max(TABLE[name].unread, 1e-7))  # fused kernels read it in float32
 
 
+@taken_both_ways
 @every_rule
 def test_gradients_of_any_length_leave_the_weights_orthonormal(name: str) -> None:
     net = on_device(model())
@@ -255,6 +277,7 @@ def test_lbfgs_finds_leading_eigenvectors() -> None:
 # ---- around a step -------------------------------------------------------------------------------
 
 
+@taken_both_ways
 def test_the_report_projection_and_release() -> None:
     net = on_device(model())
     opt = optimizer("adam", net.parameters())
@@ -272,6 +295,7 @@ def test_the_report_projection_and_release() -> None:
     assert "up.weight" not in constrained(net)
 
 
+@taken_both_ways
 def test_averages() -> None:
     net = on_device(model())
     opt = optimizer("adam", net.parameters())

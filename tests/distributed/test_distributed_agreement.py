@@ -46,7 +46,7 @@ def part(tensor, mesh, placements):
 def frame(shape, reading, seed, dtype=torch.float64):
     """A parameter on the manifold, with its tag."""
     holder = nn.ParameterDict({"w": nn.Parameter(value(shape, seed, dtype))})
-    return so.constrain(holder, "w", **reading)["w"]
+    return so.constrain(holder, "w", **{"flatten": False, **reading})["w"]
 
 
 def shard_of(whole, mesh, placements):

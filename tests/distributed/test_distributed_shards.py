@@ -52,6 +52,12 @@ LAYOUTS = {
     "tall heads cut by borders": ((27, 4), {"heads": 3}, 0, "moves"),
     "ranges by rows": ((9, 12), {"rows": (2, 8), "heads": 2}, 0, "moves"),
     "filters": ((4, 3, 3), {"flatten": True}, 0, "moves"),
+    "by the first of two dimensions": ((6, 2, 3), {"row_dims": (0, 1)}, 0, "sums"),
+    "by the second of two dimensions": ((3, 5, 2), {"row_dims": (0, 1)}, 1, "sums"),
+    "by one of two columns": ((2, 4, 6), {"row_dims": 0, "column_dims": (2, 1)}, 2, "sums"),
+    "batch inside": ((5, 3, 2), {"row_dims": 0, "column_dims": 2}, 1, "nothing"),
+    "batch at the end": ((3, 2, 4), {"row_dims": 1, "column_dims": 0}, 2, "nothing"),
+    "two dimensions by columns": ((3, 2, 4), {"row_dims": (1, 0)}, 2, "moves"),
 }
 
 LEARNED = {  # scales that are learned: a number for each matrix, the same on every process
@@ -106,7 +112,8 @@ def pairs(layouts, dtype, off=False):
             whole = so.ManifoldParameter(value(shape, 100 + number).to(dtype), project=False)
             whole.manifold = so.Stiefel(**reading)
             if not off:
-                so.constrain(holder := torch.nn.ParameterDict({"w": whole}), "w", **reading)
+                holder = torch.nn.ParameterDict({"w": whole})
+                so.constrain(holder, "w", **{"flatten": False, **reading})
                 whole = holder["w"]
             shard = torch.nn.Parameter(part(whole.detach(), mesh, [Shard(dim)]))
             shard.manifold = whole.manifold
@@ -127,7 +134,7 @@ def compare(name, layouts, dtype=torch.float64):
     Compared are values and state: our parts with the same parts of what one process computes.
     """
     rule, options = OPTIMIZERS[name]
-    if not rule.plain_is_elementwise:  # refused: rules/test_rule_of_ones_own.py
+    if not rule.plain_is_elementwise:  # refused: optim/test_rule_of_ones_own.py
         layouts = [layout for layout in layouts if "rows" not in ALL[layout][1]]
     found = pairs(layouts, dtype, off=True)
     alone_opt = rule([whole for _, whole, _ in found], **options)

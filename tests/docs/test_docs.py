@@ -13,6 +13,7 @@ is left to tests/integrations. Figures stand in tables below a comment that name
 `test_publish.py` compares them.
 """
 
+import importlib.util
 import itertools
 import re
 import sys
@@ -47,7 +48,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROCESSES = re.compile(r"\A<!-- torchrun: (\d+) -->\n")
 ELSEWHERE = re.compile(r"\A<!-- (?:torchrun|transformers): ")
 PROGRAMS, SUFFIXES = ("stiefel_opt", "examples", "benchmarks", "docs"), (".py", ".md", ".rst")
-EXAMPLE = re.compile(r".*\n=+\n\n\.\. code-block:: python\n\n((?:   .*\n)+)\n")
+EXAMPLE = re.compile(r"^( *)\.\. code-block:: python\n\n((?:\1   .*\n|\n(?=\1   ))+)", re.MULTILINE)
+DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)\n((?:   .*\n|\n(?=   ))*)", re.MULTILINE)
 FIGURES = re.compile(r"^<!-- (?:figures|values): .*\n+(?:^\|.*\n?)+", re.MULTILINE)
 
 
@@ -81,15 +83,16 @@ def test_there_is_something_to_run() -> None:
         assert text.count("```python") == len(BLOCK.findall(text)), name
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:.torch.jit.script\w*. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
 @pytest.mark.parametrize(("page", "source"), sections())
 def test_section_runs(
     page: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for package in re.findall(r"^(?:import|from) (geo\w+|sklearn)\b", source, re.MULTILINE):
-        pytest.importorskip(package)  # ported from, or for its data; not needed
+    others = r"^(?:import|from) (geo\w+|sklearn|skorch|pyro)\b"
+    for package in re.findall(others, source, re.MULTILINE):
+        pytest.importorskip(package)  # ported from, used beside it, or for its data; not needed
     exec(compile(source, str(DOCS / page), "exec"), {"__name__": "docs"})
 
 
@@ -177,13 +180,20 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert id(Report) in objects
 
 
-@pytest.mark.parametrize(
-    "page", sorted((DOCS / "api").glob("[!i]*.rst")), ids=lambda page: page.stem
-)
-def test_a_page_of_the_reference_begins_with_two_lines_that_run(page: Path) -> None:
-    found = EXAMPLE.match(page.read_text(encoding="utf-8"))
-    assert found
-    assert found.group(1).count("\n") == 2
+REFERENCE = sorted((DOCS / "api").glob("[!i]*.rst"))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # geotorch's
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_the_examples_of_the_reference_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From two lines below the title to the last: one program a page."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    examples = list(EXAMPLE.finditer(text))
+    assert re.match(r".*\n=+\n\n\Z", text[: examples[0].start()])
+    assert examples[0].group(2).count("\n") == 2
     linear = torch.nn.Linear
     model = torch.nn.Sequential(linear(64, 128), torch.nn.ReLU(), linear(128, 10), linear(10, 10))
     stiefel_opt.constrain(model[3])
@@ -191,12 +201,31 @@ def test_a_page_of_the_reference_begins_with_two_lines_that_run(page: Path) -> N
         "torch": torch,
         "so": stiefel_opt,
         "model": TinyDecoder() if page.stem == "rotations" else model,
+        "decoder": TinyDecoder(),
+        "ids": torch.arange(16).reshape(2, 8),
         "optimizer": stiefel_opt.StiefelAdam(model.parameters()),
         "point": torch.eye(8, 3)[None],
         "x": torch.randn(12, 4, dtype=torch.float64),
         "y": torch.randn(15, 4, dtype=torch.float64),
     }
-    exec(compile(textwrap.dedent(found.group(1)), str(page), "exec"), given)
+    for example in examples:
+        block = textwrap.dedent(example.group(2))
+        other = re.match(r"import (geoopt|geotorch|peft)\n", block)
+        if other is None or importlib.util.find_spec(other.group(1)):
+            lines = "\n" * text.count("\n", 0, example.start(2))
+            exec(compile(lines + block, str(page), "exec"), given)
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_every_name_of_the_reference_has_an_example(page: Path) -> None:
+    if page.stem == "rooms":
+        pytest.skip("these names are for rules and clients of somebody else")
+    text = page.read_text(encoding="utf-8")
+    title = EXAMPLE.search(text)
+    for found in DOCUMENTED.finditer(text):
+        name = found.group(1).rpartition(".")[2]
+        shown = "\n".join(each.group(2) for each in EXAMPLE.finditer(found.group(2)))
+        assert shown or re.search(rf"\b{name}\b", title.group(2)), name
 
 
 def test_the_support_page_names_tests_that_exist() -> None:
@@ -209,6 +238,12 @@ def test_pages_that_need_another_package_say_how_to_get_it() -> None:
     pages = {name: text for name, text in PAGES.items() if text.startswith("<!-- transformers: ")}
     assert len(pages) >= 4
     assert not [name for name, text in pages.items() if "    pip install " not in text]
+
+
+def test_a_recipe_has_at_most_fifteen_lines() -> None:
+    blocks = BLOCK.findall(PAGES["problems.md"])
+    assert len(blocks) > 12
+    assert max(sum(bool(line) for line in block.splitlines()) for block in blocks) <= 15
 
 
 def test_the_page_of_decisions_fits_on_few_screens() -> None:

@@ -65,14 +65,12 @@ def test_attention(tmp_path: Path) -> None:
 def test_the_demo(tmp_path: Path) -> None:
     for package in ("matplotlib", "sklearn", "tqdm"):
         pytest.importorskip(package)
-    text = shown("demo", tmp_path, ("    main()", "    main(1, 1)"))
-    assert (
-        len(re.findall(r"^(?:AdamW|StiefelAdamW) +(?: +\S+ \(\S+\)){4}$", text, re.MULTILINE)) == 2
-    )
-    assert max(numbers(r"short of the best by (\S+)", text)) < 1e-9
-    assert min(numbers(r"([\d.]+) times faster", text)) > 1
+    text = shown("demo", tmp_path, ("    main()", "    main(1, range(2))"))
+    assert len(re.findall(r"^\w*Adam\w* +(?: +\S+ ± \S+){4}$", text, re.MULTILINE)) == 3
+    assert "make test" in text.splitlines()[-1]
     content = json.loads((tmp_path / "runs" / "demo.json").read_text(encoding="utf-8"))
-    assert [len(rows) for rows in content["errors"].values()] == [4, 4]
+    assert [len(rows) for rows in content["errors"].values()] == [4, 4, 4]
+    assert str(tmp_path / "runs" / "demo.png") in text
     assert (tmp_path / "runs" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,6 +7,7 @@ so; they have no part in this model.
 
 from __future__ import annotations
 
+import pytest
 import timm
 import torch
 from loops import HALF, ROUNDING, STEPS, assert_equal, assert_trained, batches, images, loop
@@ -50,6 +51,40 @@ def train_with_timm(model, opt, first: int, last: int, average=None) -> None:
         opt.step()
         if average is not None:
             average.update(model)
+
+
+SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+BLOCKS = {  # options, matrices of a block, its parts that are left out
+    "vit_tiny_patch16_224": (SMALL, 12 + 4 + 1 + 1, []),
+    "deit_tiny_distilled_patch16_224": (SMALL, 12 + 4 + 1 + 1, []),
+    "beit_base_patch16_224": (SMALL, 12 + 4 + 1 + 1, []),
+    "eva02_tiny_patch14_224": (SMALL, 12 + 4 + 2 + 1, []),  # the gate is a matrix of its own
+    "cait_xxs24_224": (SMALL, 12 + 4 + 1 + 1, ["attn.proj_l", "attn.proj_w"]),
+    "vit_relpos_small_patch16_224": (
+        SMALL, 12 + 4 + 1 + 1, ["attn.rel_pos.mlp.fc1", "attn.rel_pos.mlp.fc2"],
+    ),
+    "xcit_nano_12_p8_224": (SMALL, 12 + 4 + 1 + 1, ["local_mp.conv1", "local_mp.conv2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_matrix_of_the_blocks(name):
+    options, count, left_out = BLOCKS[name]
+    model = timm.create_model(name, num_classes=4, **options)
+    report = so.constrain_transformer(model)
+    for place in range(2):
+        block = f"blocks.{place}."
+        weights = [line[0] for line in report.lines if line[0].startswith(block)]
+        counts = [
+            parameter.manifold.count(parameter.shape)
+            for parameter in map(model.get_parameter, weights)
+        ]
+        assert sum(counts) == count
+        assert [path for path, _ in report.skipped if path.startswith(block)] == [
+            block + path for path in left_out
+        ]
+    assert all("blocks" in line[0] for line in report.lines)
+    assert float(so.orthonormality_error(model)) < 1e-5
 
 
 def test_what_is_constrained():

@@ -344,6 +344,11 @@ EYE = torch.eye(3)
             r"`other` must be on the manifold, got .* in 1 of 2 matrices, the first at index 1",
         ),
         (lambda: so.log(EYE * torch.nan, EYE), ValueError, "`point` must be on the manifold"),
+        (
+            lambda: so.mean([EYE, 2 * EYE]),
+            ValueError,
+            r"`points` must be on the manifold, got .* in 1 of 2 matrices, the first at index 1",
+        ),
         (lambda: so.mean([]), TypeError, "`points` must be a tensor"),
         (lambda: so.mean([1.0]), TypeError, "`points` must be tensors"),
         (lambda: so.mean([EYE, EYE[:2]]), ValueError, "`points` must have one shape"),

@@ -8,7 +8,7 @@ from cases import mixed
 
 from stiefel_opt.numerics.roots import roots
 
-LIMITS = [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0, 4.0, 16.0]
+LIMITS = [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0, 4.0, 16.0, 64.0]
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -23,16 +23,16 @@ def spectrum(size: int, limit: float, generator: torch.Generator) -> tuple[torch
 
 
 @pytest.mark.parametrize(
-    ("limit", "size", "dtype", "overwrite"),
-    mixed(2 * len(LIMITS), LIMITS, [1, 5, 16, 70], DTYPES, [False, True]),
+    ("limit", "size", "dtype"),
+    mixed(2 * len(LIMITS), LIMITS, [1, 5, 16, 70], DTYPES),
 )
-def test_roots_are_exact_to_rounding(limit, size, dtype, overwrite, generator):
+def test_roots_are_exact_to_rounding(limit, size, dtype, generator):
     vectors, values = spectrum(size, limit, generator)
     matrix = ((vectors * values.unsqueeze(-2)) @ vectors.mT / 2).to(dtype)
     matrix = (matrix + matrix.mT) / 2
     expected = (vectors * ((1 + values) ** -0.5 - 1).unsqueeze(-2)) @ vectors.mT
     bent = (vectors * (1 / (1 + (1 + values).sqrt())).unsqueeze(-2)) @ vectors.mT
-    found = roots(matrix, limit, scale=2.0, companions=4, overwrite=overwrite)
+    found = roots(matrix, limit, scale=2.0, companions=4)
     tolerance = 10 * math.sqrt(size) * torch.finfo(dtype).eps
     torch.testing.assert_close(found.difference.double(), expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(found.companion.double(), bent[-4:], rtol=0, atol=tolerance)
@@ -45,13 +45,6 @@ def test_small_shrinkage_keeps_its_digits(limit, generator):
     expected = (vectors * torch.expm1(-0.5 * torch.log1p(values)).unsqueeze(-2)) @ vectors.mT
     error = (roots(matrix, limit).difference.double() - expected).abs().max()
     assert error < 1e-3 * limit  # 1e-7 times less than the rounding of 1
-
-
-@pytest.mark.parametrize("limit", [1e131, 1e200])
-def test_an_enormous_bound_gives_no_error(limit):
-    """The published flows get there before they leave floating point."""
-    found = roots(torch.eye(2, dtype=torch.float64).unsqueeze(0) * limit, limit).difference
-    torch.testing.assert_close(found[0].diagonal(), -torch.ones(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("scale", [1e-16, 1e-12, 1e10])

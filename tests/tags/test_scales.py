@@ -75,7 +75,7 @@ def test_the_scale_of_many_equal_columns_is_exact_too(size: float) -> None:
     weight = size * so.random_point(20_000, 2, 2, manifold=so.Stiefel())
     module = nn.Module()
     module.weight = nn.Parameter(weight)
-    so.constrain(module, scale="keep")
+    so.constrain(module, scale="keep", flatten=False)
     assert module.weight.manifold.scale == pytest.approx(size, rel=1e-6)
     assert torch.equal(module.weight, weight)
 

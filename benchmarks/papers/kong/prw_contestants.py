@@ -131,6 +131,12 @@ def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]]
 
 def pot_objective(pair: Pair, tau: float, iterations: int, start: Array) -> float:
     """What POT's own solver reaches without its early stop; NaN where it fails."""
+    projection = pot_run(pair, tau, iterations, start)
+    return float("nan") if projection is None else pair.objective(projection)
+
+
+def pot_run(pair: Pair, tau: float, iterations: int, start: Array) -> Array | None:
+    """The projection at which POT's own solver ends, without its early stop."""
     reduction = importlib.import_module("ot.dr")
     try:
         with warnings.catch_warnings():
@@ -140,5 +146,5 @@ def pot_objective(pair: Pair, tau: float, iterations: int, start: Array) -> floa
                 stopThr=0.0, maxiter=iterations,
             )  # fmt: skip
     except np.linalg.LinAlgError:  # its QR refuses what overflowed
-        return float("nan")
-    return pair.objective(projection)
+        return None
+    return np.asarray(projection)

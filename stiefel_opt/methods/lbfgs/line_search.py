@@ -12,7 +12,7 @@ from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is me
 
 from stiefel_opt.errors import fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics import exact_products, finest_dtype, own_gram, riemannian_gradient
+from stiefel_opt.numerics import exact_products, finest_dtype, own_gram
 from stiefel_opt.optim import Group
 from stiefel_opt.tags import Stack, Stiefel, stacks_of
 
@@ -107,7 +107,7 @@ class Point:
             pieces += [piece.new_zeros(start - end), piece] if start > end else [piece]
             end = start + piece.numel()
         flat = torch.cat(pieces)
-        return self.mapped(_coordinates_of_gradient, flat)
+        return self.mapped(lbfgs.coordinates_of_gradient, flat)
 
     def values(self) -> list[Tensor]:
         """Return copies of the parameters."""
@@ -118,10 +118,6 @@ class Point:
         self.leave()
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
-
-
-def _coordinates_of_gradient(at: lbfgs.Frame, grad: Tensor) -> Tensor:
-    return lbfgs.coordinates(at, riemannian_gradient(at.point, grad))
 
 
 def _forget(state: dict[str, Any]) -> None:

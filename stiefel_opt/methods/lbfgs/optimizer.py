@@ -24,7 +24,7 @@ from stiefel_opt.numerics import (
     orthonormality_tolerance,
     polar_factor,
 )
-from stiefel_opt.optim import Group, check_state_dict, checks
+from stiefel_opt.optim import Group, TaggedOptimizer, check_state_dict
 from stiefel_opt.tags import Stiefel, recalled
 
 _NONFINITE: Final = ("skip", "raise")
@@ -35,7 +35,7 @@ _step_of_torch: Final = inspect.unwrap(LBFGS.step)  # without hooks: they belong
 # ---- the class -----------------------------------------------------------------------------------
 
 
-class StiefelLBFGS(LBFGS):
+class StiefelLBFGS(LBFGS, TaggedOptimizer):
     r"""L-BFGS with a line search; without constrained parameters ``torch.optim.LBFGS`` itself.
 
     .. math::
@@ -108,16 +108,15 @@ class StiefelLBFGS(LBFGS):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        if isinstance(params, set):
-            raise TypeError(fail("params", "have an order", "a set", "pass a list"))
-        self._own_defaults = {"nonfinite": nonfinite, "stiefel": checks.as_plain_data(stiefel)}
+        self._own_defaults = {"nonfinite": nonfinite, "stiefel": stiefel}
         numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
-        super().__init__(checks.listed(params), *numbers, line_search_fn)
-        checks.warn_if_nothing_is_constrained(self.param_groups)
+        super().__init__(_in_order(params), *numbers, line_search_fn)
+        self.warn_if_nothing_is_constrained()
 
     @override
-    def __repr__(self) -> str:
-        return checks.described(type(self).__name__, self.param_groups, dict)
+    def check_options(self, group: Group) -> None:
+        """Raise for options that make no sense."""
+        _check_options(group)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -126,8 +125,9 @@ class StiefelLBFGS(LBFGS):
             remedy = "pass model.parameters() to the constructor: tags say which are constrained"
             raise ValueError(fail("param_group", "be the only one", "a second one", remedy))
         self.defaults.update(self._own_defaults)
-        super().add_param_group(_checked(param_group, self.defaults))
-        _check_parameters(self.param_groups[0])
+        super().add_param_group(self.admitted(param_group))
+        self.readings_of(self.param_groups[0])
+        self.check_memory()
         self._tags = recalled(self.param_groups[0]["params"], {})
 
     @override
@@ -144,17 +144,20 @@ class StiefelLBFGS(LBFGS):
             TypeError: without a closure, or if it returns no number.
             ValueError: if it leaves no gradient, and for parameters that are not finite.
         """
-        if not callable(closure):
-            remedy = "L-BFGS evaluates the loss several times in a step"
-            raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
+        _check_closure(closure)
         group = self.param_groups[0]
-        _check_options(group)
+        self.check_options(group)
         self._tags = recalled(self._params, self.__dict__.get("_tags", {}))
-        readings = _readings(group)
+        readings = self.readings_of(group)
         _fit_state(self.state, self._params, readings)
         if not any(readings):
             return _step_of_torch(self, closure)
-        return _step_on_manifold(Point(self._params, readings, self.state), group, closure)
+        return _step_on_manifold(self, Point(self._params, readings, self.state), closure)
+
+    @override
+    def readings_of(self, group: Group) -> list[Stiefel | None]:
+        """Return how each parameter is read; raise for those that cannot be constrained here."""
+        return _checked(super().readings_of(group), self.names_of(group["params"]), group)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -167,17 +170,14 @@ class StiefelLBFGS(LBFGS):
                 changed then.
             TypeError: for what is no state_dict.
         """
-        super().load_state_dict(_loadable(state_dict, self.param_groups[0]))
+        super().load_state_dict(_loadable(state_dict, self))
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._params, self._numel_cache = self.param_groups[0]["params"], None
 
-    def skipped_steps(self) -> dict[str, int]:
-        """Return how many steps each parameter has missed because its gradient was not finite."""
-        return checks.by_name(self.skipped_steps_of(), self.param_groups)
-
+    @override
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
         return {p: state["skipped"] for p, state in self.state.items() if "skipped" in state}
@@ -187,19 +187,21 @@ class StiefelLBFGS(LBFGS):
         return {p: state["angle"] for p, state in self.state.items() if "angle" in state}
 
 
-checks.name_options(StiefelLBFGS)
-
-
 # ---- what the class looks after ------------------------------------------------------------------
 
 
-def _checked(param_group: Group, defaults: Group) -> Group:
-    """Return a group with all options; raise for those and for parameters that make no sense."""
-    checks.check_option_names(param_group, defaults, StiefelLBFGS.__name__)
-    group = checks.completed(param_group, defaults)
-    _check_options(group)
-    checks.check_new_group(group, [])
-    return group
+def _in_order(params: ParamsT) -> ParamsT:
+    """Return ``params``; raise for a set: they are the entries of one point."""
+    if isinstance(params, set):
+        raise TypeError(fail("params", "have an order", "a set", "pass a list"))
+    return params
+
+
+def _check_closure(closure: object) -> None:
+    """Raise unless the loss can be evaluated."""
+    if not callable(closure):
+        remedy = "L-BFGS evaluates the loss several times in a step"
+        raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
 
 
 def _check_options(group: Group) -> None:
@@ -213,25 +215,14 @@ def _check_options(group: Group) -> None:
     check_choice("nonfinite", group["nonfinite"], _NONFINITE)
 
 
-def _check_parameters(group: Group) -> None:
-    """Raise for parameters that cannot be constrained here, and for memory that two share."""
-    _readings(group)
-    checks.check_memory([group])
-
-
-def _readings(group: Group) -> list[Stiefel | None]:
-    """Return how each parameter is read; raise for those that cannot be constrained here."""
-    params = group["params"]
-    readings = [checks.reading(parameter, group) for parameter in params]
+def _checked(
+    readings: list[Stiefel | None], names: Sequence[str], group: Group
+) -> list[Stiefel | None]:
+    """Return the readings; raise where one is tagged, for those that cannot share its memory."""
+    parameters = group["params"]
     if not any(readings):
         return readings
-    precision = params[0].dtype.to_real()
-    for parameter, manifold in zip(params, readings, strict=True):
-        called = checks.name_of(parameter, [group])
-        if manifold is not None and manifold.learn_scale:
-            raise ValueError(
-                fail(f"learn_scale of {called}", "be False for StiefelLBFGS", True, checks.LEARNERS)
-            )
+    for called, parameter, manifold in zip(names, parameters, readings, strict=True):
         if is_sharded(parameter):
             remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
             raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
@@ -239,7 +230,7 @@ def _readings(group: Group) -> list[Stiefel | None]:
             wanted = "be of float32 or float64 for StiefelLBFGS"
             remedy = "convert it: differences of its gradients would be rounding"
             raise TypeError(fail(called, wanted, parameter.dtype, remedy))
-        if parameter.dtype.to_real() != precision:
+        if parameter.dtype.to_real() != (precision := parameters[0].dtype.to_real()):
             wanted = f"be as precise as the first parameter, {precision}"
             remedy = "convert all to one precision: they share one memory"
             raise TypeError(fail(called, wanted, parameter.dtype, remedy))
@@ -250,9 +241,10 @@ def _as_data(readings: Sequence[Stiefel | None]) -> list[Any]:
     return [None if manifold is None else manifold.as_dict() for manifold in readings]
 
 
-def _step_on_manifold(point: Point, group: Group, closure: Closure) -> Any:
+def _step_on_manifold(optimizer: StiefelLBFGS, point: Point, closure: Closure) -> Any:
     """Do what :meth:`StiefelLBFGS.step` does where a parameter is constrained."""
-    _settle(point, group)
+    group = optimizer.param_groups[0]
+    _settle(optimizer, point)
     run = Run(point, group, torch.enable_grad()(closure))
     returned = run.run()
     for parameter, angle in run.line.angles().items() if run.line is not None else ():
@@ -260,7 +252,7 @@ def _step_on_manifold(point: Point, group: Group, closure: Closure) -> Any:
     if run.failure:
         warnings.warn(run.failure, stacklevel=users_level())
     if not run.is_finite:
-        _report_nonfinite(point, group)
+        _report_nonfinite(optimizer, point)
     return returned
 
 
@@ -276,7 +268,7 @@ def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | N
         states[params[0]]["readings"] = data
 
 
-def _settle(point: Point, group: Group) -> None:
+def _settle(optimizer: StiefelLBFGS, point: Point) -> None:
     """Replace matrices that are off the manifold by the nearest ones, and say so."""
     off: list[Tensor] = []
     for stack in point.stacks:
@@ -287,13 +279,13 @@ def _settle(point: Point, group: Group) -> None:
         if not bool(right.all()):
             pieces = stack.pieces(right)
             wrong = [point.parameters[block.place] for block, mine in pieces if not mine.all()]
-            checks.check_finite(wrong, [group])
+            optimizer.check_finite(wrong)
             matrices[~right] = polar_factor(matrices[~right])
             stack.write(point.parameters, stack.scale * matrices)
             off += wrong
     if off:
         point.forget()
-        called = ", ".join(checks.names_of(off, [group]))
+        called = ", ".join(optimizer.names_of(off))
         warnings.warn(
             f"{called}: off the manifold where the step begins, so that the nearest orthonormal "
             "matrices were taken and the memory of pairs starts anew. "
@@ -304,14 +296,14 @@ def _settle(point: Point, group: Group) -> None:
         point.refer_here()
 
 
-def _report_nonfinite(point: Point, group: Group) -> None:
+def _report_nonfinite(optimizer: StiefelLBFGS, point: Point) -> None:
     """Count the step as missed by those whose gradient was not finite; warn or raise."""
     bad = [p for p in point.parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
     for parameter in bad or point.parameters:
         state = point.states[parameter]
         state["skipped"] = state.get("skipped", 0) + 1
-    called = ", ".join(f"grad of {name}" for name in checks.names_of(bad, [group])) or "loss"
-    if group["nonfinite"] == "raise":
+    called = ", ".join(f"grad of {name}" for name in optimizer.names_of(bad)) or "loss"
+    if optimizer.param_groups[0]["nonfinite"] == "raise":
         remedy = "look for its cause; the parameters are where it was finite"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
     warnings.warn(
@@ -321,7 +313,7 @@ def _report_nonfinite(point: Point, group: Group) -> None:
     )
 
 
-def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
+def _loadable(state_dict: Any, optimizer: StiefelLBFGS) -> dict[str, Any]:
     """Return a copy of ``state_dict`` for torch to load; raise if it is of something else."""
     check_state_dict(state_dict)
     loaded: dict[str, Any] = copy.deepcopy(dict(state_dict))
@@ -329,7 +321,8 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
     if len(groups) != 1 or "history_size" not in groups[0]:
         remedy = "load the weights only and let it start anew"
         raise ValueError(fail("state_dict", "be one of StiefelLBFGS or LBFGS", "another", remedy))
-    readings = _readings(group)
+    group = optimizer.param_groups[0]
+    readings = optimizer.readings_of(group)
     for name in ("nonfinite", "stiefel"):  # torch's has none
         groups[0][name] = group[name]
     saved = loaded["state"].get(0, {})
@@ -338,11 +331,13 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
         return loaded
     earlier = saved.get("readings", [None] * len(readings))
     for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
-        if current != (other and Stiefel.from_dict(other)):
-            called = f"reading of {checks.name_of(parameter, [group])}"
-            condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
+        before, ndim = other and Stiefel.from_dict(other), parameter.ndim
+        if current != before and not (current and before and current.on(ndim) == before.on(ndim)):
+            called = f"reading of {optimizer.names_of([parameter])[0]}"
             remedy = "constrain it as it was when the checkpoint was written"
-            raise ValueError(fail(called, condition, current, remedy))
+            raise ValueError(fail(called, f"be the saved one, {before}", current, remedy))
+    if "readings" in saved:  # perhaps said in another way
+        saved["readings"] = _as_data(readings)
     of_torch = sum(as_real(parameter).numel() for parameter in group["params"])
     own = places(group["params"])[1]
     for name in ("d", "prev_flat_grad", "steps", "last_step"):

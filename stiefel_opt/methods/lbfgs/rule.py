@@ -131,18 +131,33 @@ def coordinates(at: Frame, vector: Tensor) -> Tensor:
     within = gram(at.point, vector)
     if at.tall is None or at.small is None:
         return within * math.sqrt(0.5)
-    vector = vector + at.point @ ((math.sqrt(0.5) - 1) * within)
-    solved: Tensor = torch.linalg.solve_ex(at.small.mH, gram(at.tall, vector)).result
-    return at.tall @ solved - vector
+    return _turned(
+        at.tall, at.small, torch.baddbmm(vector, at.point, within, alpha=math.sqrt(0.5) - 1)
+    )
+
+
+def coordinates_of_gradient(at: Frame, grad: Tensor) -> Tensor:
+    """Return those of the gradient X (X'G - G'X) + (I - XX') G, where G is the Euclidean one."""
+    product = gram(at.point, grad)
+    within = (product - product.mH) * math.sqrt(0.5)
+    if at.tall is None or at.small is None:
+        return within
+    return _turned(at.tall, at.small, torch.baddbmm(grad, at.point, within - product))
 
 
 def from_coordinates(at: Frame, vector: Tensor) -> Tensor:
     """Return the tangent vectors at X whose :func:`coordinates` are given."""
     if at.tall is None or at.small is None:
-        return at.point @ (math.sqrt(2.0) * vector)
+        return torch.bmm(at.point, math.sqrt(2.0) * vector)
     solved = torch.linalg.solve_ex(at.small, gram(at.tall, vector)).result
-    vector = at.tall @ solved - vector
-    return vector + at.point @ ((math.sqrt(2.0) - 1) * gram(at.point, vector))
+    vector = torch.baddbmm(vector, at.tall, solved, beta=-1)
+    return vector.baddbmm_(at.point, gram(at.point, vector), alpha=math.sqrt(2.0) - 1)
+
+
+def _turned(tall: Tensor, small: Tensor, vector: Tensor) -> Tensor:
+    """Return F v of a frame of tall matrices."""
+    solved = torch.linalg.solve_ex(small.mH, gram(tall, vector)).result
+    return torch.baddbmm(vector, tall, solved, beta=-1)
 
 
 def rotated_(vectors: Tensor, before: Tensor, after: Tensor) -> Tensor:

@@ -127,6 +127,19 @@ def test_what_cannot_be_read_is_listed_and_left() -> None:
     assert "not constrained" in str(report)
 
 
+def test_parts_of_attention_that_are_no_projections_and_convolutions_stay() -> None:
+    model = Encoder()
+    for sublayers in model.block:
+        sublayers.layer[0].mix = nn.Linear(2, 2)
+        sublayers.layer[1].near = nn.Conv1d(8, 8, 3)
+        sublayers.layer[1].temperature = nn.Parameter(torch.ones(2, 1, 1))
+    report = so.constrain_transformer(model)
+    assert [path for path, _ in report.skipped] == [
+        f"block.{place}.layer.{name}" for place in range(2) for name in ("0.mix", "1.near")
+    ]
+    assert len(report.lines) == 2 * 6
+
+
 def test_refusals_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     before = model[0].weight.detach().clone()

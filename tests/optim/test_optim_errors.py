@@ -259,6 +259,7 @@ def test_a_misspelled_option_of_a_group_is_refused(name, key, option):
         (so.ProjectedRGD, "betas", "momentum"),
         (so.StiefelMuon, "learning_rate", "lr"),
         (so.CayleySGD, "heads", "stiefel"),
+        (so.StiefelAdam, "row_dims", "stiefel"),
         (so.StiefelLBFGS, "historysize", "history_size"),
     ],
 )

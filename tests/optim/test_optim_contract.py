@@ -451,7 +451,7 @@ def test_grad_scaler(name, unscale):
 def test_every_optimizer_is_under_this_contract():
     public = {
         value
-        for value in vars(so).values()
+        for value in (getattr(so, name) for name in so.__all__)
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     }
     # a step of StiefelLBFGS calls a closure several times: test_lbfgs_behaviour.py is its contract

@@ -268,6 +268,25 @@ def test_one_sinkhorn_iteration_a_step_ends_converged_at_the_same_place(case: Pr
     assert few.objective >= max(entry.objective for entry in few.log) - 1e-9
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_step_is_that_of_pot(k: int) -> None:
+    """Of exchanged clouds: POT balances the second one first, from equal weights of the first."""
+    reduction = pytest.importorskip("ot.dr", exc_type=ImportError)
+    rng = np.random.default_rng(k)
+    x, y = rng.standard_normal((9, 5)), rng.standard_normal((7, 5)) + 0.5
+    a, b = rng.dirichlet(np.ones(9)), np.full(7, 1 / 7)
+    start, tau, reg = np.linalg.qr(rng.standard_normal((5, k))).Q, 0.05, 2.0
+    _, theirs = reduction.projection_robust_wasserstein(
+        y, x, b, a, tau, U0=start, reg=reg, k=k, maxiter=1, stopThr=0.0
+    )
+    ours = solve(
+        x, y, a, b, k=k, reg=reg, init=start, max_iter=1, tol=0.0, sinkhorn_iterations=1,
+        optimizer=lambda params: so.ot.RGAS(params, lr=tau / reg),
+    ).projection  # fmt: skip
+    assert np.abs(ours - start).max() > 1e-3
+    np.testing.assert_allclose(ours @ ours.T, theirs @ theirs.T, rtol=0, atol=1e-12)
+
+
 class Watch(TorchDispatchMode):
     """Records the shape and the storage of every tensor that an operation returns."""
 
@@ -601,6 +620,13 @@ BAD = {
     "seed": ({"seed": 1.5}, r"`seed` must be an integer in \[0, \d+\], got 1.5"),
     "sinkhorn": ({"sinkhorn_iterations": 0}, "`sinkhorn_iterations` must be at least 1, got 0"),
     "progress": ({"progress": 1}, "`progress` must be True or False, got 1"),
+    "tau": (
+        {"tau": 0.1},
+        r"`tau` must be left out, got a keyword of POT; pass optimizer=lambda params: "
+        r"so.ot.RGAS\(params, lr=tau / reg\), sinkhorn_iterations=1, or neither",
+    ),
+    "maxiter": ({"maxiter": 9}, "`maxiter` must be left out, got a keyword of POT; pass max_iter"),
+    "typo": ({"regg": 1.0}, r"projection_robust_wasserstein\(\) got an unexpected keyword"),
     "init shape": ({"init": np.eye(3)}, r"`init` must have shape \(3, 2\), got shape \(3, 3\)"),
     "init": ({"init": np.ones((3, 2))}, "`init` must have orthonormal columns, got"),
     "optimizer": ({"optimizer": "sgd"}, "`optimizer` must be a function of parameters, got str"),

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 import stiefel_opt as so
+from stiefel_opt.methods.lbfgs import rule as lbfgs
+from stiefel_opt.methods.minimize.form import Form
+from stiefel_opt.methods.minimize.pairs import Pairs
+from stiefel_opt.methods.minimize.product import Product
 
 F64 = torch.float64
 
@@ -242,6 +246,45 @@ def test_it_takes_about_as_many_evaluations_as_the_optimizer():
     assert result.fun == pytest.approx(best, abs=1e-9)
     assert float(closure().detach()) == pytest.approx(best, abs=1e-9)
     assert result.nfev < 1.3 * count
+
+
+@pytest.mark.parametrize("count", [0, 1, 29, 30, 31, 59, 60, 61, 95])
+def test_the_direction_is_that_of_two_loops_over_the_last_thirty_pairs(count):
+    """Of two starts; the second one has lost its pairs on the way, and has skipped one."""
+    curvature = torch.linspace(1, 5, 40, dtype=F64)
+    gradient = gaussian(2, 40)
+    pairs, kept = Pairs(gradient), ([], [])
+    for index in range(count):
+        step = gaussian(2, 40, seed=index + 1)
+        skips = index == count - 3
+        gradient = gaussian(2, 40, seed=-index - 1)
+        pairs.learn(step, curvature * step, gradient, [True, not skips])
+        for start in range(2):
+            kept[start].append(None if start and skips else (step[start], curvature * step[start]))
+        if index == 20:
+            pairs.forget(torch.tensor([False, True]))
+            kept[1][:] = [None] * len(kept[1])
+    found = pairs.direction(gradient)
+    for start in range(2):
+        last = [pair for pair in kept[start][-30:] if pair is not None]
+        steps, changes = zip(*last, strict=True) if last else ((), ())
+        wanted = lbfgs.quasi_newton_direction(gradient[start], steps, changes)
+        torch.testing.assert_close(found[start], wanted, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.complex128])
+@pytest.mark.parametrize("reading", [so.Stiefel(), so.Stiefel(heads=2, scale=2.0)])
+def test_vectors_are_carried_at_once_as_one_by_one(reading, dtype):
+    tensors = so.random_point(3, 12, 2, manifold=reading, generator=generator(), dtype=dtype)
+    product = Product(Form(tensors[0], reading), [tensors])
+    product.references = [point.roll(1, -2) for point in product.points]
+    product.move([tensors.clone()], product.points)
+    vectors = gaussian(3, 5, product.flat(product.tensors).size(1))
+    for function in (lbfgs.from_coordinates, lbfgs.coordinates):
+        carried = product.mapped(function, vectors)
+        for index in range(5):
+            alone = product.mapped(function, vectors[:, index])
+            torch.testing.assert_close(carried[:, index], alone, rtol=1e-12, atol=1e-12)
 
 
 def linear(x):

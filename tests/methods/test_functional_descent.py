@@ -24,7 +24,7 @@ from torch import Tensor
 
 import stiefel_opt as so
 from stiefel_opt.functional.flows import corrected
-from stiefel_opt.methods import cayley_adam, cayley_sgd, descend
+from stiefel_opt.methods import cayley_adam, cayley_sgd, rgd
 from stiefel_opt.methods.descent import RETRACTIONS
 from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.numerics.linalg import LOCAL_SUMS, cholesky_factor
@@ -57,7 +57,7 @@ def along(point: np.ndarray, skew: np.ndarray, normal: np.ndarray, retraction: s
     state = {"momentum_skew": T}
     if point.shape[0] > point.shape[1]:
         state[NORMAL] = V
-    moved, *_ = descend(X, X * 0, state, lr=1.0, momentum=1.0, retraction=retraction)
+    moved, *_ = rgd(X, X * 0, state, lr=1.0, momentum=1.0, retraction=retraction)
     return moved[0].numpy()
 
 
@@ -90,7 +90,7 @@ def test_systems_of_m_2m_3m_and_n_give_one_cayley_map(shape, rng):
     np.testing.assert_allclose(thrice, twice, rtol=0, atol=TOLERANCE)
     for metric, expected in [("canonical", canonical), ("euclidean", twice)]:
         point, grad = batched(X, G)
-        found = descend(point, grad, {}, lr=1.0, metric=metric)[0][0].numpy()
+        found = rgd(point, grad, {}, lr=1.0, metric=metric)[0][0].numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -164,7 +164,7 @@ CAYLEY_RULES: list[tuple[Any, Any, dict[str, Any]]] = [
     (cayley_adam, CayleyAdamReference, {"betas": (0.0, 0.5), "eps": 0.1}),
 ]
 RULES = [
-    (shape, descend, DescentReference, {"retraction": retraction, "metric": metric, **momentum})
+    (shape, rgd, DescentReference, {"retraction": retraction, "metric": metric, **momentum})
     for shape, retraction, metric, momentum in mixed(12, KINDS, RETRACTIONS, METRICS, MOMENTA)
 ] + [(shape, *rule) for rule, shape in in_turn(CAYLEY_RULES, KINDS)]
 
@@ -190,7 +190,7 @@ def test_every_rule_follows_its_dense_loop(shape, rule, reference, options, rng)
     loops = [reference(point, lr=lr, **options) for point in start_points]
     point = torch.tensor(start_points)
     keeps = SQUARED if rule is cayley_adam else MOMENTUM
-    has_momentum = rule is not descend or "momentum" in options
+    has_momentum = rule is not rgd or "momentum" in options
     case = RuleCase(rule, {"lr": lr, **options}, keeps if has_momentum else ())
     state = case.state(point, torch.Generator(), zero=True)
     for step in range(length):
@@ -215,7 +215,7 @@ def test_every_rule_follows_its_dense_loop(shape, rule, reference, options, rng)
 
 ALL = {
     **{
-        f"descent-{name}": RuleCase(descend, {"retraction": name, "momentum": 0.9}, MOMENTUM)
+        f"descent-{name}": RuleCase(rgd, {"retraction": name, "momentum": 0.9}, MOMENTUM)
         for name in RETRACTIONS
     },
     "cayley-sgd": RuleCase(cayley_sgd, {}, MOMENTUM),

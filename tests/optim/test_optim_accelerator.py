@@ -95,7 +95,7 @@ BARS = [
     ("adam", (128, 2), 10),
 ]
 # A small weight costs what its calls cost.
-CALLS = {"sgd": {"skip": 90, "ignore": 76}, "adam": {"skip": 121, "ignore": 106}}
+CALLS = {"sgd": {"skip": 70, "ignore": 56}, "adam": {"skip": 106, "ignore": 91}}
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ MANY, ALONE = [(512, 64)] * 32, [(512, 64)]  # those of one matrix live at the s
     [
         ("sgd", MANY, 1.5, "as_accelerator"),
         ("adam", MANY, 2.0, "as_accelerator"),
-        ("sgd", ALONE, 4.8, "as_accelerator"),
-        ("adam", ALONE, 8.0, "as_accelerator"),
+        ("sgd", ALONE, 5.1, "as_accelerator"),
+        ("adam", ALONE, 8.2, "as_accelerator"),
         ("sgd", ALONE, 3.4, "cpu"),
         ("adam", ALONE, 7.0, "cpu"),
     ],
@@ -329,8 +329,9 @@ def test_a_nan_leaves_the_bits_of_one_that_never_saw_it(name: str, dtype: torch.
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
 def test_the_others_move_by_the_same_bits_beside_a_nan(name: str) -> None:
-    spoilt, _ = trained(name, torch.float32, 6, False, {3: "k.weight"})
-    clean, _ = trained(name, torch.float32, 6, False, {})
+    """In short steps: the polynomials of long ones are chosen by the longest of a batch."""
+    spoilt, _ = trained(name, torch.float32, 6, False, {3: "k.weight"}, lr=1e-3)
+    clean, _ = trained(name, torch.float32, 6, False, {}, lr=1e-3)
     for (key, one), two in zip(spoilt.named_parameters(), clean.parameters(), strict=True):
         assert torch.equal(one, two) is (key != "k.weight"), key
 

@@ -1,6 +1,6 @@
 """Laws of every optimizer over drawn shapes, readings, options, strides and gradients.
 
-`pytest tests/step/test_properties.py --hypothesis-profile=thorough` tries 80 times as many.
+`pytest tests/optim/test_properties.py --hypothesis-profile=thorough` tries 80 times as many.
 """
 
 from __future__ import annotations

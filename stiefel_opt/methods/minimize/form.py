@@ -1,0 +1,117 @@
+"""The arguments of a loss: which tensors, how each is read, and where they start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.errors import HALF, fail
+from stiefel_opt.numerics import orientation
+from stiefel_opt.tags import Stiefel, manifold_of, nearest, random_point, reading_of
+
+
+class Form:
+    """The form of the arguments of a loss: one tensor, a tuple or a dict; and how each is read."""
+
+    def __init__(self, given: Any, manifold: Any) -> None:
+        self.keys: list[Any] | None = None
+        self.kind: Any = None
+        if isinstance(given, Mapping):
+            self.keys, self.kind = list(given), dict
+            tensors = list(given.values())
+            chosen = [None if manifold is None else manifold.get(key) for key in self.keys]
+        elif isinstance(given, (tuple, list)) and any(isinstance(it, Tensor) for it in given):
+            self.kind, tensors = tuple, list(given)
+            chosen = [None] * len(tensors) if manifold is None else list(manifold)
+            if len(chosen) != len(tensors):
+                wanted = f"have one reading for each of {len(tensors)} tensors"
+                raise ValueError(fail("manifold", wanted, len(chosen)))
+        else:
+            tensors, chosen = [given], [manifold]
+        self.readings: list[Stiefel | None] = []
+        self.tensors: list[Tensor | None] = []
+        self.shapes: list[torch.Size] = []
+        dtypes = []
+        for index, (tensor, own) in enumerate(zip(tensors, chosen, strict=True)):
+            name = "start" if self.kind is None else f"start {self.keys or index!r}"
+            if not isinstance(tensor, Tensor):
+                tensor = self._drawn_later(tensor, name)
+            reading = own if own is not None else manifold_of(tensor)
+            if reading is not None or self.kind is None:
+                reading = reading_of(tensor, reading, name)
+                if reading.learn_scale:
+                    remedy = "let the loss multiply by a tensor of its own"
+                    raise ValueError(fail("manifold", "have a fixed scale", reading, remedy))
+            self.readings.append(reading)
+            self.shapes.append(tensor.shape)
+            self.tensors.append(None if tensor.is_meta else _start(tensor, reading, name))
+            dtypes.append(tensor.dtype)
+        self.dtype = dtypes[0]
+        if len({dtype.to_real() for dtype in dtypes}) > 1 or self.dtype in HALF:
+            wanted, remedy = "be of one precision, float32 or float64", "convert them"
+            raise TypeError(fail("start", wanted, dtypes, remedy))
+
+    def _drawn_later(self, sizes: Any, name: str) -> Tensor:
+        if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
+            wanted = "be a tensor, sizes of one, or a tuple or dict of tensors"
+            raise TypeError(fail(name, wanted, type(sizes).__name__))
+        return torch.empty(tuple(sizes), device="meta")
+
+    def starts(self, count: int, generator: torch.Generator | None) -> list[list[Tensor]]:
+        """Return so many starts; those of a real square matrix alternate between components."""
+        drawn: list[list[Tensor]] = []
+        first = self.readings[0]
+        is_free = self.has_components() and first is not None and first.determinant is None
+        for index in range(count):
+            values = []
+            for tensor, reading, shape in zip(
+                self.tensors, self.readings, self.shapes, strict=True
+            ):
+                if tensor is not None and (index == 0 or reading is None):
+                    values.append(tensor)
+                    continue
+                device = None if tensor is None else tensor.device
+                options = {"generator": generator, "dtype": self.dtype, "device": device}
+                values.append(random_point(*shape, manifold=reading, **options))  # type: ignore[arg-type]
+            if index and is_free and self.component(values) == self.component(drawn[-1]):
+                row = values[0]
+                for dim in sorted(first.dims(row.ndim).rows, reverse=True):  # type: ignore[union-attr]
+                    row = row.select(dim, 0)
+                row.neg_()
+            drawn.append(values)
+        return drawn
+
+    def has_components(self) -> bool:
+        """Say whether there is one real square matrix, whose determinant has two signs."""
+        shape, reading = self.shapes[0], self.readings[0]
+        if len(self.shapes) > 1 or reading is None or self.dtype.is_complex:
+            return False
+        matrix = reading.matrices(torch.empty(shape, device="meta"))
+        is_one = reading.rows is None and matrix.shape[:-2].numel() == 1
+        return is_one and matrix.size(-2) == matrix.size(-1)
+
+    def component(self, tensors: Sequence[Tensor]) -> int | None:
+        """Return the determinant of the one matrix, or None."""
+        reading = self.readings[0]
+        if reading is None or not self.has_components():
+            return None
+        matrix = reading.matrices(tensors[0]) / reading.scale
+        return 1 if float(orientation(matrix).reshape(())) > 0 else -1
+
+    def loss_argument(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the tensors in the form of the start."""
+        if self.kind is None:
+            return tensors[0]
+        return dict(zip(self.keys or (), tensors, strict=True)) if self.keys else tuple(tensors)
+
+
+def _start(tensor: Tensor, reading: Stiefel | None, name: str) -> Tensor:
+    """Return the nearest point to a given start, in memory of its own."""
+    value = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if reading is None:
+        return value
+    point = nearest(value, reading, name)
+    return value if point is None else point

@@ -1,0 +1,48 @@
+"""Words that were given up stay away, and files stay short."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_architecture import ROOT, lines_of_code, trees
+
+# Identifiers that had another meaning elsewhere, or none to a reader, and what stands for them.
+RETIRED = {
+    "HARMFUL": "LARGE_MOVE",
+    "_Looks": "_CheckSchedule",
+    "by_name": "TaggedOptimizer.names_of",
+    "descend": "rgd",
+    "note_whole": "mark_unconstrained",
+    "takes_whole_gradient": "is_plain_in_group",
+}
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "stiefel_opt").rglob("*.py"))
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every name of a definition, an attribute, a parameter or a variable, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name):
+            yield node.id, node.lineno
+
+
+def test_no_identifier_is_a_retired_word() -> None:
+    found = [
+        f"{place}:{line}: {name}, say {RETIRED[name]}"
+        for place, tree in trees("stiefel_opt")
+        for name, line in identifiers(tree)
+        if name in RETIRED
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("place", FILES)
+def test_a_file_has_five_hundred_lines_of_code_at_most(place: str) -> None:
+    text = Path(ROOT / place).read_text(encoding="utf-8")
+    assert len(lines_of_code(text)) <= 500

@@ -1,0 +1,42 @@
+"""The check of captured steps, where a double takes the place of CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graph_double import doubled
+
+import stiefel_opt as so
+
+gpu = pytest.importorskip("benchmarks.speed.step_time_gpu")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("as_accelerator")
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+def test_captured_steps_are_compared_with_eager_ones(rule: Any) -> None:
+    with doubled("cpu"):
+        eager, first = gpu.moved(rule, 1e-2, CPU, cuda_graph=False)
+        captured, second = gpu.moved(rule, 1e-2, CPU, cuda_graph=True)
+    assert first == "eager, cuda_graph=False"
+    assert second.startswith("captured")
+    assert 0 <= float((eager - captured).abs().max()) < gpu.NEAR
+
+
+@pytest.mark.parametrize(
+    ("ours", "difference", "how", "count"),
+    [
+        (0.8, 1e-15, "captured, 2 CUDA graphs", 0),
+        (0.95, 1e-15, "captured, 2 CUDA graphs", 1),
+        (0.8, 1e-3, "captured, 2 CUDA graphs", 1),
+        (0.8, float("nan"), "captured, 2 CUDA graphs", 1),
+        (0.8, 0.0, "eager, as are the first 3 steps", 1),
+    ],
+)
+def test_what_fails_is_named(ours: float, difference: float, how: str, count: int) -> None:
+    times = dict.fromkeys((name for names in gpu.RIVALS.values() for name in names), 1.0)
+    times |= {gpu.SGD + gpu.CAPTURED: ours, gpu.ADAM + gpu.CAPTURED: 0.5}
+    row = {"label": "one", "contestants": {name: {"median_ms": ms} for name, ms in times.items()}}
+    assert len(gpu.failures([row], {gpu.SGD: (difference, how)})) == count
