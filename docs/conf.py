@@ -96,6 +96,15 @@ def rewrite_docstring(
     lines[:] = escape(unfold(lines))
 
 
+def unescape_attributes(
+    app: Any, what: str, name: str, owner: Any, options: Any, lines: list[str]
+) -> None:
+    """Names of attributes are read as they are; scikit-learn's end with an underscore."""
+    lines[:] = [
+        line.replace(r"\_", "_") if line.startswith(".. attribute:: ") else line for line in lines
+    ]
+
+
 def write_inline(self: Any, node: nodes.math) -> None:
     """A formula within a line, as MathML."""
     self.body.append(convert(node.astext()))
@@ -112,6 +121,7 @@ def write_display(self: Any, node: nodes.math_block) -> None:
 
 
 def setup(app: Any) -> None:
-    """Formulas as MathML; rewrite docstrings before napoleon does."""
+    """Formulas as MathML; rewrite docstrings before napoleon does, and after it."""
     app.add_html_math_renderer("mathml", (write_inline, None), (write_display, None))
     app.connect("autodoc-process-docstring", rewrite_docstring, priority=400)
+    app.connect("autodoc-process-docstring", unescape_attributes, priority=600)

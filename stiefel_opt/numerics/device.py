@@ -13,6 +13,7 @@ import inspect
 import math
 import threading
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -412,6 +413,12 @@ class Planned(Lagged):
     def forget(self, name: str) -> None:
         self._forgotten.add(name)
 
+    def same(self, name: str, numbers: Tensor) -> None:
+        """Nobody knows: a number of the host would be frozen."""
+
+    def keep(self, name: str, number: float) -> None:
+        """Nothing is kept."""
+
     def still_hold(self, lr: float | None) -> bool:
         """Say whether every answer is a bound still, and not a loose one."""
         self._lr = lr
@@ -455,6 +462,8 @@ def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
 
 
 # ---- captured steps ------------------------------------------------------------------------------
+
+_CUDA: Any = torch.cuda  # some of its classes have no types
 
 
 class Recorder:
@@ -503,7 +512,7 @@ class Recorder:
         is_cuda = self._device.type == "cuda"
         if len(self._ring) < _RING:
             host = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=is_cuda)
-            self._ring.append((host, torch.Event(self._device) if is_cuda else None))
+            self._ring.append((host, _CUDA.Event() if is_cuda else None))
             return self._ring[-1]
         host, arrived = self._ring[self._turn % _RING]
         self._turn += 1
@@ -515,13 +524,16 @@ class Recorder:
         """Capture ``work``, which does not run yet, and return what runs it."""
         device, graph = self._device, torch.cuda.CUDAGraph()
         if device not in self._shared:
-            self._shared[device] = torch.cuda.graph_pool_handle(), torch.Stream(device)
-        pool, stream = self._shared[device]
+            self._shared[device] = _CUDA.Stream(device), weakref.WeakSet()
+        stream, alive = self._shared[device]
+        # memory of graphs that are gone must not be asked for
+        pool = next((other.pool() for other in alive), None)
         # torch leaves the stream of a capture that fails as the current one
         with torch.cuda.device(device), torch.cuda.stream(stream):
             mode = "thread_local"  # other threads may go on
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 work()
+        alive.add(graph)
         return graph.replay
 
 

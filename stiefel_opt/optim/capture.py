@@ -67,6 +67,7 @@ class Capture:
         self._grads: list[Tensor] = []  # where graphs read them
         self._plans: list[_Plan] = []  # the one that was used last comes first
         self._addresses: list[int] = []  # of the parameters
+        self._bound: Any = None  # options of the step before
         self._corrected: list[int] = []  # steps that each batch had begun at its last correction
         self._eager_steps = 0
         self._refusal: str | None = None
@@ -101,7 +102,11 @@ class Capture:
 
     def _obstacle_now(self, options: StepOptions) -> str | None:
         """Return why this step is eager."""
-        weights = self._weights
+        weights, before = self._weights, self._bound
+        self._bound = options.rule, options.correct, options.scale_rule, options.nonfinite
+        if before != self._bound and self._eager_steps >= _WARM:
+            self._plans = []
+            return "an option has changed since the step before"
         if self._eager_steps < _WARM:
             return f"as are the first {_WARM} steps"
         if torch.are_deterministic_algorithms_enabled():
@@ -128,7 +133,7 @@ class Capture:
             self._eager_steps += 1
             return weights.step(options)
         host_lr = None if isinstance(lr, Tensor) else lr
-        key = self._key(options)
+        key = self._key()
         found = next((plan for plan in self._plans if plan.serves(key, host_lr)), None)
         is_new = found is None or found.replay is None
         if weights._staying and is_new:  # torch would count a write to every weight
@@ -154,8 +159,8 @@ class Capture:
             self._corrected = [batch.begun for batch in weights.batches]
         return []
 
-    def _key(self, options: StepOptions) -> tuple[Any, ...]:
-        """Return what the host decides about a step, last whether rounding is removed."""
+    def _key(self) -> tuple[Any, bool]:
+        """Return what the host decides about a step: its options, and whether rounding goes."""
         weights = self._weights
         if weights._now[1] != self._addresses:
             self._plans, self._addresses = [], list(weights._now[1])
@@ -166,7 +171,7 @@ class Capture:
             for batch, corrected in zip(weights.batches, self._corrected, strict=True)
             if not weights._staying.issuperset(batch.places)
         )
-        return options.rule, options.correct, options.nonfinite, options.scale_rule, is_due
+        return self._bound, is_due
 
     def _send(self, lr: Tensor | float, host_lr: float | None) -> Tensor:
         """Put gradients and the learning rate where graphs read them; return the latter.

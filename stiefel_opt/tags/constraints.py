@@ -115,8 +115,8 @@ def constrain(
         determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
             A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
             as it comes: the nearest point, of either sign.
-        row_dims, column_dims: The dimensions that count the rows and the columns of one matrix, see
-            :class:`Stiefel`. Default: the last two, of which this warns where there are more.
+        row_dims, column_dims: The dimensions of the rows and of the columns, see :class:`Stiefel`.
+            Default: the last two; where there are more, and nothing is said, this warns.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:

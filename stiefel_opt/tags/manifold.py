@@ -61,12 +61,12 @@ class Stiefel:
             g; ``scale`` is its first value, to which they pull it back. Default: no.
         determinant: 1 (rotations) or -1, of square real matrices: what is projected, drawn or
             loaded belongs to that component, and no step leaves it. Default: None, as it comes.
-        row_dims: The dimensions, one or several, that together count the rows, the first the
-            slowest, in any order; negative ones from the end. A tensor of Kraus operators
-            ``(k, d, d)`` with ``row_dims=(0, 1)`` is one matrix ``(k d, d)``. Default: all that
-            ``column_dims`` leaves; -2 without it.
-        column_dims: Those that count the columns. Default: all that ``row_dims`` leaves; -1 without
-            it. Dimensions that neither names are a batch.
+        row_dims: The dimension of the rows, or several in any order, joined as by ``reshape``, the
+            last one fastest; negative ones count from the end. With ``row_dims=(0, 1)`` Kraus
+            operators ``(k, d, d)`` are one matrix ``(k d, d)``. Default: all that ``column_dims``
+            leaves; -2 without it.
+        column_dims: The same of the columns. Default: all that ``row_dims`` leaves; -1 without it.
+            Dimensions that neither names are a batch.
 
     Raises:
         ValueError: for heads, rows or dimensions that cannot be, overlapping ones, or scale <= 0.

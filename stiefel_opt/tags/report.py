@@ -317,7 +317,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         for name, parameter in model.named_parameters()
         if is_others(parameter)
     )
-    batches = unsaid_batches(model, {name: reading for name, _, reading, _ in found})
+    batches = unsaid_batches(model, ((name, w.shape, reading) for name, w, reading, _ in found))
     notes = tuple(
         f"{name}{f' and {len(more)} more' if more else ''}: {note}"
         for note, (name, *more) in batches.items()

@@ -52,7 +52,9 @@ def check_uses(
 
 def warn_of_batches(module: nn.Module, asked: Mapping[str, Stiefel]) -> None:
     """Warn of tensors of several dimensions that are read as a batch by default."""
-    for text, (name, *others) in unsaid_batches(module, asked).items():
+    shapes = {name: module.get_parameter(name).shape for name in asked}
+    found = ((name, shapes[name], reading) for name, reading in asked.items())
+    for text, (name, *others) in unsaid_batches(module, found).items():
         more = f" and {len(others)} more are each" if others else " is"
         warnings.warn(
             f"`{name}`{more} read as {text}, or flatten=True for a kernel; flatten=False says that "
@@ -61,13 +63,14 @@ def warn_of_batches(module: nn.Module, asked: Mapping[str, Stiefel]) -> None:
         )
 
 
-def unsaid_batches(module: nn.Module, readings: Mapping[str, Stiefel]) -> dict[str, list[str]]:
+def unsaid_batches(
+    module: nn.Module, weights: Iterable[tuple[str, tuple[int, ...], Stiefel]]
+) -> dict[str, list[str]]:
     """Return what to do about batches that nobody asked for, and the names of each kind."""
     found: dict[str, list[str]] = {}
-    for name, reading in readings.items():
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
-        if not is_layer(owner) and (text := reading.unsaid_batch(getattr(owner, leaf).shape)):
+    for name, shape, reading in weights:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if not is_layer(owner) and (text := reading.unsaid_batch(shape)):
             found.setdefault(text, []).append(name)
     return found
 

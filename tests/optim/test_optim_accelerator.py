@@ -6,6 +6,7 @@ No accelerator is needed: `as_accelerator` makes the package believe that the CP
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -474,3 +475,23 @@ def test_an_index_that_is_kept_is_no_fake_and_of_no_transform() -> None:
     assert index_on(elsewhere, [7, 3]) is kept
     with torch.inference_mode():
         assert not index_on(elsewhere, [7, 4]).is_inference()
+
+
+@every_rule
+def test_a_step_that_was_skipped_is_not_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may learn of it late, but then the numbers of later steps are those of a CPU."""
+    nets = []
+    for is_on_cpu in (True, False):
+        monkeypatch.setattr(IS_ON_CPU, lambda _, answer=is_on_cpu: answer)
+        net = model().double()
+        opt = optimizer(name, net.parameters())
+        for step in range(12):
+            backward(net, step, 0.05)  # no step is cut
+            if step == 5:
+                net.up.weight.grad[0, 0] = math.nan
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*was not finite")
+                opt.step()
+        nets.append(net)
+    for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=TABLE[name].unread)

@@ -91,7 +91,9 @@ def test_a_tensor_is_read_as_the_matrix_that_is_permuted_by_hand(name: str, kind
     n, m = expected.shape[-2:]
     tall = expected if n >= m else expected.mT
     reading.check(shape)
-    assert torch.equal(reading.matrices(tensor), tall)
+    found = reading.matrices(tensor)
+    assert torch.equal(found, tall)
+    assert (found.data_ptr() == tensor.data_ptr()) is (tall.data_ptr() == tensor.data_ptr())
     assert torch.equal(reading.stored(tall, tensor.shape), tensor)
     both = torch.stack([tensor, -tensor])
     read = reading.matrices(both, stacked=True)
@@ -101,6 +103,18 @@ def test_a_tensor_is_read_as_the_matrix_that_is_permuted_by_hand(name: str, kind
     assert reading.count(shape) == expected.shape[:-2].numel()
     in_memory = reading.stored(torch.stack([tall, tall]).contiguous()[0], tensor.shape)
     assert in_memory._is_view()  # the state of optimizers is a view on matrices
+
+
+def test_a_tensor_that_is_stored_as_it_is_read_is_not_touched() -> None:
+    for reading in (
+        Stiefel(),
+        Stiefel(flatten=True),
+        Stiefel(row_dims=0),
+        Stiefel(column_dims=-1),
+        Stiefel(row_dims=-2, column_dims=1),
+    ):
+        tensor = torch.randn(5, 3)
+        assert reading.matrices(tensor) is tensor
 
 
 def pair(name: str, kind: str, dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter, str]:
