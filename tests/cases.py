@@ -7,61 +7,23 @@ An `OptimizerCase` is one rule with one set of options.
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from grids import METRICS, TRANSPORTS
+from grids import in_turn as in_turn
+from grids import mixed as mixed
+from grids import pairwise as pairwise
 from numpy.typing import NDArray
-from optimizers import PUBLISHED, TABLE, Rule
-from reference import StiefelReference, polar_factor
-from reference_descent import DescentReference
+from optimizers import CLIENTS, PUBLISHED, TABLE, Rule
+from reference import polar_factor
 
 import stiefel_opt as so
 
 Array = NDArray[np.float64]
-AnyReference = StiefelReference | DescentReference
-
-
-def in_turn(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """As many rows as the longest column has values; the others start again."""
-    values = [list(column) for column in columns]
-    rows = range(max(map(len, values)))
-    return [tuple(column[row % len(column)] for column in values) for row in rows]
-
-
-def pairwise(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows in which any two values of different columns meet: those with most new pairs first."""
-    values = [list(column) for column in columns]
-    rows = {
-        row: set(itertools.combinations(enumerate(row), 2))
-        for row in itertools.product(*(range(len(column)) for column in values))
-    }
-    missing: set[Any] = set().union(*rows.values())
-    chosen = []
-    while missing:
-        chosen.append(max(rows, key=lambda row: len(rows[row] & missing)))
-        missing -= rows[chosen[-1]]
-    return [tuple(map(list.__getitem__, values, row)) for row in chosen]
-
-
-def mixed(count: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """At least `count` rows, none left out: each value of a column equally often, by chance."""
-    generator, found = random.Random(0), []
-    table = list(map(list, columns))
-    count = max(count, *map(len, table))
-    for values in table:
-        repeated = (values * (count // len(values) + 1))[:count]
-        generator.shuffle(repeated)
-        found.append(repeated)
-    return list(zip(*found, strict=True))
-
-
-METRICS = ("canonical", "euclidean", -1.0, 0.3)
-TRANSPORTS = ("isometric", "projected")
-ROTATIONS = ("euler", "cayley", "expm")  # of the published flows
 
 
 def _tall(tensor: Array) -> Array:
@@ -158,7 +120,7 @@ class OptimizerCase:
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
         return self.row.optimizer(params, **{"lr": self.lr, **self.options})
 
-    def reference(self, point: Array, scale: float = 1.0) -> AnyReference:
+    def reference(self, point: Array, scale: float = 1.0) -> Any:
         # Weight decay has no tangent part; of Adam's radius it takes a part if it is decoupled.
         dropped = ("lr", "weight_decay", "decoupled_weight_decay")
         options = {key: value for key, value in self.options.items() if key not in dropped}
@@ -171,6 +133,11 @@ class OptimizerCase:
         return row.reference(point, lr=lr, **options)
 
 
+def of_clients(name: str) -> list[OptimizerCase]:
+    """The cases that clients bring for one of the lists below."""
+    return [OptimizerCase(*row) for client in CLIENTS for row in getattr(client, name)]
+
+
 OPTION_GRID = [
     OptimizerCase(
         f"{algorithm}-{metric}-{transport}",
@@ -178,14 +145,7 @@ OPTION_GRID = [
         {"metric": metric, "transport": transport},
     )
     for algorithm, metric, transport in itertools.product(("sgd", "adam"), METRICS, TRANSPORTS)
-] + [
-    OptimizerCase(
-        f"{algorithm}-{metric}-published-{rotation}",
-        f"published-{algorithm}",
-        {"metric": metric, "rotation": rotation},
-    )
-    for algorithm, metric, rotation in pairwise(("sgd", "adam"), METRICS, ROTATIONS)
-]
+] + of_clients("OPTION_GRID")
 
 PROJECTED = {"transport": "projected"}
 
@@ -195,48 +155,32 @@ READING_CASES = [
         for name, rule in TABLE.items()
         if rule.reference is not None and not rule.variant
     ),
-    OptimizerCase("sgd-published", "published-sgd", {"metric": 0.3}),
     OptimizerCase("sgd-projected", "sgd", {"metric": 0.3, **PROJECTED}),
-    OptimizerCase("sgd-adaptive", "sgd-adaptive", {"metric": 0.3}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
-    OptimizerCase("adam-adaptive", "adam-adaptive", {"metric": 0.3}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-projected", "adam", PROJECTED),
     OptimizerCase("adam-not-nesterov", "adam", {"nesterov": False, "metric": 0.3}),
-    OptimizerCase("rgd-qr", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
+    *of_clients("READING_CASES"),
 ]
 
 VARIANTS = [
     OptimizerCase("sgd-momentumless", "sgd", {"momentum": 0.0}),
     OptimizerCase("sgd-momentumless-dampened", "sgd", {"momentum": 0.0, "dampening": 0.4}),
-    OptimizerCase("sgd-momentumless-published", "published-sgd", {"momentum": 0.0}),
     OptimizerCase("sgd-nesterov", "sgd", {"nesterov": True}),
     OptimizerCase("sgd-nesterov-euclidean", "sgd", {"nesterov": True, "metric": "euclidean"}),
     OptimizerCase("sgd-nesterov-projected", "sgd", {"nesterov": True, **PROJECTED}),
     OptimizerCase(
         "sgd-nesterov-projected-metric", "sgd", {"nesterov": True, "metric": 0.3, **PROJECTED}
     ),
-    OptimizerCase("sgd-nesterov-published", "published-sgd", {"nesterov": True, "metric": 0.3}),
-    OptimizerCase(
-        "sgd-nesterov-published-cayley",
-        "published-sgd",
-        {"nesterov": True, "rotation": "cayley"},
-    ),
     OptimizerCase("sgd-momentumless-projected", "sgd", {"momentum": 0.0, **PROJECTED}),
     OptimizerCase("sgd-dampened-projected", "sgd", {"dampening": 0.4, "metric": -1.0, **PROJECTED}),
     OptimizerCase("sgd-dampened", "sgd", {"dampening": 0.4}),
-    OptimizerCase("sgd-dampened-published", "published-sgd", {"dampening": 0.4, "metric": -1.0}),
     OptimizerCase("sgd-maximize", "sgd", {"maximize": True}),
     OptimizerCase("sgd-tensor-lr", "sgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
     OptimizerCase("sgd-weight-decay", "sgd", {"weight_decay": 0.3}),
     OptimizerCase("adam-amsgrad", "adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
     OptimizerCase(
         "adam-amsgrad-metric", "adam", {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3}
-    ),
-    OptimizerCase(
-        "adam-amsgrad-published",
-        "published-adam",
-        {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3},
     ),
     OptimizerCase(
         "adam-amsgrad-projected",
@@ -253,52 +197,16 @@ VARIANTS = [
     OptimizerCase("adam-virtual", "adam", {"radius": "virtual", **PROJECTED}),
     *(
         OptimizerCase(
-            f"sgd-adaptive-{metric}-{transport}{'-nesterov' * nesterov}",
-            "sgd-adaptive",
-            {"metric": metric, "transport": transport, "nesterov": nesterov},
-        )
-        for metric, transport, nesterov in pairwise(METRICS, TRANSPORTS, (False, True))
-    ),
-    *(
-        OptimizerCase(
-            f"adam-adaptive-{metric}-{transport}-{radius}{'-nesterov' * nesterov}",
-            "adam-adaptive",
-            {
-                "metric": metric,
-                "transport": transport,
-                "nesterov": nesterov,
-                "radius": radius,
-            },
-        )
-        for metric, transport, nesterov, radius in pairwise(
-            METRICS, TRANSPORTS, (False, True), (1.0, "virtual")
-        )
-    ),
-    OptimizerCase("adam-adaptive-amsgrad", "adam-adaptive", {"amsgrad": True}),
-    *(
-        OptimizerCase(
             f"adam-not-nesterov-{metric}-{transport}{'-amsgrad' * amsgrad}",
             "adam",
             {"nesterov": False, "metric": metric, "transport": transport, "amsgrad": amsgrad},
         )
         for metric, transport, amsgrad in pairwise(METRICS, TRANSPORTS, (False, True))
     ),
-    OptimizerCase("sgd-adaptive-maximize", "sgd-adaptive", {"maximize": True}),
-    OptimizerCase("adam-adaptive-maximize", "adam-adaptive", {"maximize": True}),
     OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),
-    OptimizerCase(
-        "adam-no-first-moment-published", "published-adam", {"betas": (0.0, 0.99), "metric": 0.3}
-    ),
     OptimizerCase("adam-short-memory", "adam", {"betas": (0.5, 0.7), "metric": 0.3}),
     OptimizerCase("adam-large-eps", "adam", {"eps": 0.1, "metric": 0.3}),
     OptimizerCase("adam-tiny-eps", "adam", {"eps": 1e-30, "metric": 0.3}),
     OptimizerCase("adam-zero-eps", "adam", {"eps": 0.0, "metric": "euclidean"}),
-    OptimizerCase("wen-yin", "rgd", {"momentum": 0.0}),
-    OptimizerCase("rgd-dampened", "rgd", {"momentum": 0.9, "dampening": 0.4}),
-    OptimizerCase("rgd-maximize", "rgd", {"momentum": 0.9, "maximize": True, "weight_decay": 0.3}),
-    OptimizerCase("rgd-tensor-lr", "rgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
-    OptimizerCase("cayley-sgd-dampened", "cayley-sgd", {"dampening": 0.4, "exact": True}),
-    OptimizerCase("cayley-sgd-maximize", "cayley-sgd", {"maximize": True, "nesterov": True}),
-    OptimizerCase("cayley-adam-amsgrad", "cayley-adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
-    OptimizerCase("cayley-adam-maximize", "cayley-adam", {"maximize": True, "steps": 5}),
+    *of_clients("VARIANTS"),
 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import CLIENTS
 from optimizers import OPTIMIZERS as OPTIMIZERS
 from optimizers import PUBLISHED as PUBLISHED
 from optimizers import RULES as RULES
@@ -40,7 +41,9 @@ def on_machines(**rules: str) -> Callable[[Any], Any]:
     for machine, names in rules.items():
         marks = [pytest.mark.slow] if machine.startswith("slowly_") else []
         for name in names.split():
-            assert name in OPTIMIZERS
+            if name not in OPTIMIZERS:
+                assert not CLIENTS, name  # that of a client whose package is not there
+                continue
             rows.append(pytest.param(name, machine.removeprefix("slowly_"), marks=marks))
 
     def mark(test: Any) -> Any:

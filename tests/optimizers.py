@@ -1,18 +1,19 @@
 """The table of optimizers: a class with options, and what the tests may expect of it.
 
 A new optimizer is a row here. Tests walk the table and ask a row for its properties, never for its
-name: what differs is declared.
+name: what differs is declared. A client of the core brings its rows: `methods/rows_of_methods.py`.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from reference import AdamReference, SGDReference
-from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
 
 import stiefel_opt as so
 
@@ -99,17 +100,6 @@ TABLE = {
         own=FLOWS,
         variant=True,
     ),
-    "sgd-adaptive": Rule(
-        so.AdaptiveSGD,
-        {"transport": "projected"},
-        plain_options=SGD,
-        reference=partial(SGDReference, adaptive=True),
-        follows_slope=True,
-        own=FLOWS,
-        variant=True,
-        sums=3,
-        lr_is_angle=True,
-    ),
     "adam-printed": Rule(
         so.StiefelAdam,
         {"radius": 1.0, "nesterov": False},
@@ -136,73 +126,22 @@ TABLE = {
         own=FLOWS,
         variant=True,
     ),
-    "adam-adaptive": Rule(
-        so.AdaptiveAdam,
-        {},
-        plain=torch.optim.Adam,
-        reference=partial(AdamReference, adaptive=True),
-        follows_slope=True,
-        own=FLOWS,
-        variant=True,
-        sums=4,
-    ),
-    "rgd": Rule(
-        so.ProjectedRGD,
-        {"momentum": 0.9, "weight_decay": 0.1},
-        plain_options=SGD,
-        reference=DescentReference,
-        own={"metric": -1.0, "retraction": "qr"},
-        sums=3,
-        momentum=0.0,
-    ),
-    "cayley-sgd": Rule(
-        so.CayleySGD,
-        {"nesterov": True},
-        plain_options={**SGD, "nesterov": True},
-        reference=CayleySGDReference,
-        own={"steps": 7, "exact": True},
-        sums=3,
-    ),
-    "cayley-adam": Rule(
-        so.CayleyAdam,
-        {"amsgrad": True},
-        plain=torch.optim.Adam,
-        plain_options={"amsgrad": True},
-        reference=CayleyAdamReference,
-        own={"steps": 7, "exact": True},
-        sums=4,
-        optimum_lr=0.5,
-    ),
-    "muon": Rule(  # its direction: methods/test_functional_muon.py
-        so.StiefelMuon,
-        {"weight_decay": 0.1},
-        plain=torch.optim.AdamW,
-        plain_options={"betas": (0.9, 0.95), "weight_decay": 0.0},
-        own={"plain": "muon"},
-        momentum=0.95,
-        state="momentum_ambient",
-        searches=True,
-        sums=2,  # the second for rounding in float64
-        optimum_lr=0.15,
-    ),
 }
-# They blow up where |g| lr passes about 0.02, and so stand beside the table of the generic tests.
-PUBLISHED = {
-    "published-sgd": Rule(
-        so.PublishedSGD,
-        {},
-        plain_options=SGD,
-        reference=partial(SGDReference, transport="published"),
-        mild_lr=0.03,
-    ),
-    "published-adam": Rule(
-        so.PublishedAdam,
-        {},
-        plain=torch.optim.Adam,
-        reference=partial(AdamReference, transport="published"),
-        mild_lr=0.01,
-    ),
-}
+
+
+def rows_of_clients() -> list[Any]:
+    """The modules `rows_of_*` beside the tests of clients whose package is there."""
+    paths = sorted(Path(__file__).parent.glob("*/rows_of_*.py"))
+    rooms = {path.stem: f"stiefel_opt.{path.parent.name}" for path in paths}
+    present = [name for name, room in rooms.items() if importlib.util.find_spec(room)]
+    return [importlib.import_module(name) for name in present]
+
+
+CLIENTS = rows_of_clients()
+PUBLISHED: dict[str, Rule] = {}  # beside the table of the generic tests: they blow up early
+for client in CLIENTS:
+    TABLE.update(client.TABLE)
+    PUBLISHED.update(client.BESIDE)
 OPTIMIZERS = {name: (rule.optimizer, {"lr": 0.05, **rule.options}) for name, rule in TABLE.items()}
 OF_CLASS = {rule.optimizer: rule for rule in reversed(TABLE.values())}  # the first row of each
 RULES = tuple(name for name, rule in TABLE.items() if not rule.variant)

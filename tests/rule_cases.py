@@ -14,20 +14,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import METRICS, ROTATIONS, TRANSPORTS, mixed
+from grids import METRICS, TRANSPORTS
+from optimizers import CLIENTS, TABLE
 from optimizers import RULES as NAMES
-from optimizers import TABLE
 from torch import Tensor
 
 import stiefel_opt as so
-from stiefel_opt import functional, methods
-from stiefel_opt.numerics.geometry import RETRACTIONS, random_point
+from stiefel_opt import functional
+from stiefel_opt.numerics.geometry import random_point
 
 SKEW, NORMAL = "momentum_skew", "momentum_normal"
 UNPROJECTED = ("momentum_unprojected", "momentum_factor", "momentum_overlap")
 SQUARES = ("exp_avg_sq_skew", "exp_avg_sq_normal")
 # How often processes that share the rows of tall matrices talk in a step, of functions of no row.
-SUMS: dict[str, int] = {"published_sgd": 12, "published_adam": 14}
+SUMS: dict[str, int] = {}
 SHAPES = [(9, 4), (7, 1), (40, 20), (5, 5), (6, 5), (1, 1)]
 
 
@@ -147,7 +147,6 @@ def tensors(found: Any) -> dict[str, Tensor]:
 PLAIN, MOMENTUM, FIRST = (), (SKEW, NORMAL), {"step": 3.0}
 ADAM = (*MOMENTUM, *SQUARES)
 AMSGRAD = (*ADAM, *("max_" + name for name in SQUARES))
-AMBIENT = ("momentum_ambient",)
 
 SGD = [
     *(RuleCase(functional.sgd, {"metric": metric}) for metric in ("canonical", "euclidean", 0.3)),
@@ -172,54 +171,11 @@ ADAMS = [
         ("isometric", ADAM, {"step": 1.0, "eps": 0.1}),
     ]
 ]
-DESCENTS = [
-    RuleCase(methods.rgd, {"retraction": retraction, "metric": metric, **more}, keeps)
-    for retraction, metric, (keeps, more) in mixed(
-        9,
-        RETRACTIONS,
-        METRICS,
-        [
-            (PLAIN, {}),
-            (MOMENTUM, {"momentum": 0.9}),
-            (MOMENTUM, {"momentum": 0.8, "nesterov": True}),
-        ],
-    )
-]
-CAYLEY = [
-    *(RuleCase(methods.cayley_sgd, {"steps": steps}, MOMENTUM) for steps in (0, 2, 5)),
-    RuleCase(methods.cayley_sgd, {"exact": True}, MOMENTUM),
-    RuleCase(methods.cayley_sgd, {"nesterov": True, "momentum": 0.5}, MOMENTUM),
-    *(
-        RuleCase(methods.cayley_adam, {**FIRST, **more}, (*MOMENTUM, "exp_avg_sq_norm", *extra))
-        for more, extra in [
-            ({}, ()),
-            ({"exact": True}, ()),
-            ({"steps": 5, "eps": 0.0}, ("max_exp_avg_sq_norm",)),
-        ]
-    ),
-]
-MUON = [
-    RuleCase(methods.muon),
-    RuleCase(methods.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
-    RuleCase(methods.muon, {"tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
-]
-PUBLISHED = [
-    *(
-        RuleCase(methods.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
-        for rotation, metric, (keeps, more) in mixed(
-            6,
-            ROTATIONS,
-            METRICS,
-            [(MOMENTUM, {}), (MOMENTUM, {"nesterov": True}), (MOMENTUM, {"momentum": 0.0})],
-        )
-    ),
-    *(
-        RuleCase(methods.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps)
-        for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
-    ),
-]
-ADAPTIVE = [declared_case("sgd-adaptive"), declared_case("adam-adaptive")]
-RULES = [*map(declared_case, NAMES), *ADAPTIVE, *SGD, *ADAMS, *DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
+VARIANTS = [name for client in CLIENTS for name in client.VARIANTS_WITH_RULES]
+OF_CLIENTS = [RuleCase(*row) for client in CLIENTS for row in client.RULES]
+RULES = [*map(declared_case, (*NAMES, *VARIANTS)), *SGD, *ADAMS, *OF_CLIENTS]
+for client in CLIENTS:
+    SUMS |= client.SUMS
 SUMS |= {declared_case(name).function: row.sums for name, row in TABLE.items() if row.sums}
 
 

@@ -135,9 +135,9 @@ def of_today(saved: Group, rule: str) -> str:
 
     The state of ``adaptive=True`` and of ``transport="published"`` is that of these classes.
     """
-    family = rule.removeprefix("Stiefel")
     if rule not in ("StiefelSGD", "StiefelAdam") or "adaptive" not in saved:
         return rule
+    family = rule.removeprefix("Stiefel")
     is_adaptive, rotation = saved.pop("adaptive"), saved.pop("rotation")
     if saved["transport"] == "published":
         for name in ("transport", "radius", *(["nesterov"] if family == "Adam" else [])):

@@ -1,6 +1,7 @@
 """Words that were given up stay away, and files stay short."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,12 @@ def test_no_identifier_is_a_retired_word() -> None:
 def test_a_file_has_five_hundred_lines_of_code_at_most(place: str) -> None:
     text = Path(ROOT / place).read_text(encoding="utf-8")
     assert len(lines_of_code(text)) <= 500
+
+
+def test_the_picture_of_the_house_names_every_file_of_the_core() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    picture = page[page.index("floor by floor") : page.index("Who may import whom")]
+    named = set(re.findall(r"\w+", picture))
+    rooms = ("numerics", "tags", "functional", "optim")
+    files = {path.stem for room in rooms for path in (ROOT / "stiefel_opt" / room).glob("[!_]*.py")}
+    assert files <= named, files - named

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import METRICS, TRANSPORTS, in_turn, pairwise
+from grids import METRICS, TRANSPORTS, in_turn, pairwise
 from rule_cases import (
     ADAM,
     AMSGRAD,

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import ROTATIONS, TRANSPORTS, Array
+from cases import Array
+from grids import TRANSPORTS
 from reference import (
     SGDReference,
     canonical_geodesic,
@@ -23,6 +24,7 @@ from reference import (
     momentum_dynamics,
     polar_factor,
 )
+from rows_of_methods import ROTATIONS
 from scipy.integrate import solve_ivp
 
 import stiefel_opt as so

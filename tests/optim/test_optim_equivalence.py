@@ -14,7 +14,6 @@ from cases import (
     READING_CASES,
     READINGS,
     VARIANTS,
-    AnyReference,
     Array,
     OptimizerCase,
     Reading,
@@ -56,9 +55,7 @@ class Run:
         self.reading = reading
         self.param = reading.parameter(start)
         points = batch(reading.matrices(start)) / reading.scale
-        self.references: list[AnyReference] = [
-            case.reference(point, reading.scale) for point in points
-        ]
+        self.references: list[Any] = [case.reference(point, reading.scale) for point in points]
         momentum = case.options.get("momentum", case.row.momentum)
         self.has_velocity = momentum > 0 and hasattr(self.references[0], "Z")
         self.field = Field(rng, points)
@@ -217,7 +214,7 @@ def test_velocity_may_be_read_and_set_back_at_any_step(
     run.compare(optimizer)
 
 
-def moments(tensor: torch.Tensor, reading: Reading, references: list[AnyReference]) -> Array:
+def moments(tensor: torch.Tensor, reading: Reading, references: list[Any]) -> Array:
     """A second moment as one matrix per reference, whichever way it is stored."""
     array = tensor.numpy()
     if array.shape == reading.shape:

@@ -1,0 +1,233 @@
+"""Rows of `stiefel_opt.methods` for the tables that the generic tests of optimizers walk."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from grids import METRICS, TRANSPORTS, mixed, pairwise
+from optimizers import FLOWS, SGD, Rule
+from reference import AdamReference, SGDReference
+from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
+
+import stiefel_opt as so
+from stiefel_opt import methods
+from stiefel_opt.numerics import RETRACTIONS
+
+ROTATIONS = ("euler", "cayley", "expm")  # of the published flows
+PROJECTED = {"transport": "projected"}
+
+# ---- rows of `optimizers.TABLE`, and of those beside it ----
+
+TABLE = {
+    "sgd-adaptive": Rule(
+        so.AdaptiveSGD,
+        {"transport": "projected"},
+        plain_options=SGD,
+        reference=partial(SGDReference, adaptive=True),
+        follows_slope=True,
+        own=FLOWS,
+        variant=True,
+        sums=3,
+        lr_is_angle=True,
+    ),
+    "adam-adaptive": Rule(
+        so.AdaptiveAdam,
+        {},
+        plain=torch.optim.Adam,
+        reference=partial(AdamReference, adaptive=True),
+        follows_slope=True,
+        own=FLOWS,
+        variant=True,
+        sums=4,
+    ),
+    "rgd": Rule(
+        so.ProjectedRGD,
+        {"momentum": 0.9, "weight_decay": 0.1},
+        plain_options=SGD,
+        reference=DescentReference,
+        own={"metric": -1.0, "retraction": "qr"},
+        sums=3,
+        momentum=0.0,
+    ),
+    "cayley-sgd": Rule(
+        so.CayleySGD,
+        {"nesterov": True},
+        plain_options={**SGD, "nesterov": True},
+        reference=CayleySGDReference,
+        own={"steps": 7, "exact": True},
+        sums=3,
+    ),
+    "cayley-adam": Rule(
+        so.CayleyAdam,
+        {"amsgrad": True},
+        plain=torch.optim.Adam,
+        plain_options={"amsgrad": True},
+        reference=CayleyAdamReference,
+        own={"steps": 7, "exact": True},
+        sums=4,
+        optimum_lr=0.5,
+    ),
+    "muon": Rule(  # its direction: methods/test_functional_muon.py
+        so.StiefelMuon,
+        {"weight_decay": 0.1},
+        plain=torch.optim.AdamW,
+        plain_options={"betas": (0.9, 0.95), "weight_decay": 0.0},
+        own={"plain": "muon"},
+        momentum=0.95,
+        state="momentum_ambient",
+        searches=True,
+        sums=2,  # the second for rounding in float64
+        optimum_lr=0.15,
+    ),
+}
+# They blow up where |g| lr passes about 0.02, and so stand beside the table of the generic tests.
+BESIDE = {
+    "published-sgd": Rule(
+        so.PublishedSGD,
+        {},
+        plain_options=SGD,
+        reference=partial(SGDReference, transport="published"),
+        mild_lr=0.03,
+    ),
+    "published-adam": Rule(
+        so.PublishedAdam,
+        {},
+        plain=torch.optim.Adam,
+        reference=partial(AdamReference, transport="published"),
+        mild_lr=0.01,
+    ),
+}
+
+# ---- cases of `cases.py`: name, row of the table, options ----
+
+Case = tuple[str, str, dict[str, Any]]
+
+OPTION_GRID: list[Case] = [
+    (
+        f"{algorithm}-{metric}-published-{rotation}",
+        f"published-{algorithm}",
+        {"metric": metric, "rotation": rotation},
+    )
+    for algorithm, metric, rotation in pairwise(("sgd", "adam"), METRICS, ROTATIONS)
+]
+
+READING_CASES: list[Case] = [
+    ("sgd-published", "published-sgd", {"metric": 0.3}),
+    ("sgd-adaptive", "sgd-adaptive", {"metric": 0.3}),
+    ("adam-adaptive", "adam-adaptive", {"metric": 0.3}),
+    ("rgd-qr", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
+]
+
+VARIANTS: list[Case] = [
+    ("sgd-momentumless-published", "published-sgd", {"momentum": 0.0}),
+    ("sgd-nesterov-published", "published-sgd", {"nesterov": True, "metric": 0.3}),
+    (
+        "sgd-nesterov-published-cayley",
+        "published-sgd",
+        {"nesterov": True, "rotation": "cayley"},
+    ),
+    ("sgd-dampened-published", "published-sgd", {"dampening": 0.4, "metric": -1.0}),
+    (
+        "adam-amsgrad-published",
+        "published-adam",
+        {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3},
+    ),
+    *(
+        (
+            f"sgd-adaptive-{metric}-{transport}{'-nesterov' * nesterov}",
+            "sgd-adaptive",
+            {"metric": metric, "transport": transport, "nesterov": nesterov},
+        )
+        for metric, transport, nesterov in pairwise(METRICS, TRANSPORTS, (False, True))
+    ),
+    *(
+        (
+            f"adam-adaptive-{metric}-{transport}-{radius}{'-nesterov' * nesterov}",
+            "adam-adaptive",
+            {
+                "metric": metric,
+                "transport": transport,
+                "nesterov": nesterov,
+                "radius": radius,
+            },
+        )
+        for metric, transport, nesterov, radius in pairwise(
+            METRICS, TRANSPORTS, (False, True), (1.0, "virtual")
+        )
+    ),
+    ("adam-adaptive-amsgrad", "adam-adaptive", {"amsgrad": True}),
+    ("sgd-adaptive-maximize", "sgd-adaptive", {"maximize": True}),
+    ("adam-adaptive-maximize", "adam-adaptive", {"maximize": True}),
+    ("adam-no-first-moment-published", "published-adam", {"betas": (0.0, 0.99), "metric": 0.3}),
+    ("wen-yin", "rgd", {"momentum": 0.0}),
+    ("rgd-dampened", "rgd", {"momentum": 0.9, "dampening": 0.4}),
+    ("rgd-maximize", "rgd", {"momentum": 0.9, "maximize": True, "weight_decay": 0.3}),
+    ("rgd-tensor-lr", "rgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
+    ("cayley-sgd-dampened", "cayley-sgd", {"dampening": 0.4, "exact": True}),
+    ("cayley-sgd-maximize", "cayley-sgd", {"maximize": True, "nesterov": True}),
+    ("cayley-adam-amsgrad", "cayley-adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
+    ("cayley-adam-maximize", "cayley-adam", {"maximize": True, "steps": 5}),
+]
+
+# ---- cases of `rule_cases.py`: function, options, names of its state ----
+
+MOMENTUM, AMBIENT, FIRST = (
+    ("momentum_skew", "momentum_normal"),
+    ("momentum_ambient",),
+    {"step": 3.0},
+)
+ADAM = (*MOMENTUM, "exp_avg_sq_skew", "exp_avg_sq_normal")
+AMSGRAD = (*ADAM, "max_exp_avg_sq_skew", "max_exp_avg_sq_normal")
+# How often processes that share the rows of tall matrices talk in a step, of functions of no row.
+SUMS = {"published_sgd": 12, "published_adam": 14}
+DESCENTS = [
+    (methods.rgd, {"retraction": retraction, "metric": metric, **more}, keeps)
+    for retraction, metric, (keeps, more) in mixed(
+        9,
+        RETRACTIONS,
+        METRICS,
+        [
+            ((), {}),
+            (MOMENTUM, {"momentum": 0.9}),
+            (MOMENTUM, {"momentum": 0.8, "nesterov": True}),
+        ],
+    )
+]
+CAYLEY = [
+    *((methods.cayley_sgd, {"steps": steps}, MOMENTUM) for steps in (0, 2, 5)),
+    (methods.cayley_sgd, {"exact": True}, MOMENTUM),
+    (methods.cayley_sgd, {"nesterov": True, "momentum": 0.5}, MOMENTUM),
+    *(
+        (methods.cayley_adam, {**FIRST, **more}, (*MOMENTUM, "exp_avg_sq_norm", *extra))
+        for more, extra in [
+            ({}, ()),
+            ({"exact": True}, ()),
+            ({"steps": 5, "eps": 0.0}, ("max_exp_avg_sq_norm",)),
+        ]
+    ),
+]
+MUON = [
+    (methods.muon,),
+    (methods.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
+    (methods.muon, {"tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
+]
+PUBLISHED = [
+    *(
+        (methods.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
+        for rotation, metric, (keeps, more) in mixed(
+            6,
+            ROTATIONS,
+            METRICS,
+            [(MOMENTUM, {}), (MOMENTUM, {"nesterov": True}), (MOMENTUM, {"momentum": 0.0})],
+        )
+    ),
+    *(
+        (methods.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps)
+        for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
+    ),
+]
+
+RULES: list[Any] = [*DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
+VARIANTS_WITH_RULES = ("sgd-adaptive", "adam-adaptive")  # of their own, with their state
