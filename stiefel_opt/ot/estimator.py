@@ -27,6 +27,7 @@ _Estimator: Any = _base.BaseEstimator
 
 Array = NDArray[np.float64]
 _Clouds = tuple[Array, Array]
+_TIED: Final = 1e-6  # of a value: exchanged clouds have the same one, but for the search
 _LINES: Final = 1e-3  # of the heaviest entry of a plan: a fainter line is not drawn
 
 
@@ -120,7 +121,7 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
     def fit(self, X: Any, y: Any = None, *, Y: Any = None) -> Self:
         """Find the projection. ``y``: labels, two different ones; or ``Y``: the second cloud."""
         clouds = self._read(X, y, Y, fits=True)
-        self.result_ = self._search(clouds, self._seeds())
+        self.result_ = self._search(clouds, self._seed())
         self.components_, self.n_iter_ = self.result_.projection.T, len(self.result_.log)
         self.value_ = _value(clouds, self.result_)
         return self
@@ -176,7 +177,7 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
                 values.append(self._statistic(drawn, held_out, random))
                 bar.update()
         value, permuted = values[0], np.array(values[1:])
-        reached = int((permuted >= value).sum())
+        reached = int((permuted >= value * (1 - _TIED)).sum())
         return PermutationTest(value, (1 + reached) / (1 + permutations), permuted)
 
     def interval(
@@ -246,7 +247,7 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
         for each, former in zip(wanted, (0, *wanted), strict=False):
             check_integer("k", each, former + 1, features)
         whole = projected_wasserstein(*clouds, np.eye(features))
-        seed, values, components = self._seeds(), [], []
+        seed, values, components = self._seed(), [], []
         found: PRWResult | None = None
         with ProgressBar(len(wanted), progress) as bar:
             for each in wanted:
@@ -324,7 +325,7 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
         other: ProjectionRobustWasserstein = _base.clone(self)
         return other._read(X, y, Y, fits=True)
 
-    def _seeds(self) -> int:
+    def _seed(self) -> int:
         return int(_utils.check_random_state(self.random_state).randint(2**31 - 1))
 
     def _search(

@@ -126,6 +126,13 @@ def test_clouds_that_differ_have_the_smallest_p(held_out: float | None) -> None:
     assert found.value > found.permuted.max()
 
 
+def test_permutations_that_only_exchange_the_clouds_are_ties() -> None:
+    """Two of the six ways to halve four points, so that a third of the permutations reach it."""
+    x, y = np.array([[0.0, 1.0], [1.0, 3.0]]), np.array([[20.0, 0.0], [22.0, 1.5]])
+    found = prw(1, **QUICK).permutation_test(x, Y=y, permutations=60)
+    assert 0.2 < found.pvalue < 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:projection_robust_wasserstein has not converged")
 def test_p_values_are_uniform_where_both_clouds_have_one_law() -> None:
