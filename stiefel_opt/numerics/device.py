@@ -413,12 +413,6 @@ class Planned(Lagged):
     def forget(self, name: str) -> None:
         self._forgotten.add(name)
 
-    def same(self, name: str, numbers: Tensor) -> None:
-        """Nobody knows: a number of the host would be frozen."""
-
-    def keep(self, name: str, number: float) -> None:
-        """Nothing is kept."""
-
     def still_hold(self, lr: float | None) -> bool:
         """Say whether every answer is a bound still, and not a loose one."""
         self._lr = lr
