@@ -600,7 +600,7 @@ def table_of_networks(runs: Runs) -> str:
 
 
 SOURCES = {  # of the ratios in the table of advice: the first that was run; all of them advise
-    "ratio": ("stage 2, short, falling", "stage 1"),
+    "ratio": ("stage 2, short, falling", "stage 1", "wide"),
     "constant": ("stage 2, short, constant",),
     "three times the steps": ("stage 2, long, falling", "long"),
     "constant, three times": ("stage 2, long, constant",),
@@ -624,7 +624,7 @@ def table_of_advice(parts: Mapping[str, Runs]) -> str:
         *("seeds", *columns),
     ]
     rows = []
-    for name in NETWORKS:
+    for name in (*NETWORKS, *WIDE):
         every = {
             part: arms for some in SOURCES.values() for part in some for arms in found(part, name)
         }
@@ -656,10 +656,11 @@ def table_of_rates(runs: Runs) -> str:
         found = (min((loss, rate) for rate, loss in losses[arm][name].items())
                  if name in losses[arm] else None for arm in arms)  # fmt: skip
         rows.append([name, *(f"{one[1]:g}: {one[0]:.3f}" if one else "not run" for one in found)])
+    whole = [name for name, kept in runs.items() if {*arms} <= {*kept}]
     for kind in ("depth", "width"):
         row = [f"{kind}, one for all"]
         for arm in arms:
-            each = [kept for name, kept in losses[arm].items() if name.startswith(kind)]
+            each = [losses[arm][name] for name in whole if name.startswith(kind)]
             worst = [(max(kept[rate] / min(kept.values()) for kept in each), rate)
                      for rate in (each[0] if each else ())]  # fmt: skip
             row.append("{1:g}: x {0:.2f}".format(*min(worst)) if worst else "not run")

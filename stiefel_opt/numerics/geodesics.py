@@ -437,10 +437,10 @@ class _Barycentre(torch.autograd.Function):
 
 
 def _chordal(points: Tensor, shares: Tensor) -> Tensor:
-    """Return the nearest point to the mean of the entries, in the component of real squares."""
+    """Return the nearest point to the mean of the entries, in the components of real squares."""
     determinant = None
     if points.size(-2) == points.size(-1) and not points.is_complex():
-        determinant = int(orientation(points.reshape(-1, *points.shape[-2:])[0]).sign())
+        determinant = orientation(points[0])
     return polar_factor((shares * points).sum(0), determinant)
 
 
@@ -541,7 +541,7 @@ def _canonical(inner: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     signs = torch.ones_like(left[:, 0].real)
     if not inner.is_complex():
         whole = torch.cat([inner, beside @ right.mH @ left.mH], -1)
-        signs[:, -1] = orientation(whole).sign()
+        signs[:, -1] = orientation(whole)
     beside = beside @ (right.mH * signs.unsqueeze(-2)) @ left.mH
     count = beside.size(-1)
 

@@ -105,12 +105,13 @@ def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tenso
     return grad + point @ (skew(product) / (1 - a) - product)
 
 
-def polar_factor(matrices: Tensor, determinant: int | None = None) -> Tensor:
+def polar_factor(matrices: Tensor, determinant: int | Tensor | None = None) -> Tensor:
     r"""Return the orthonormal matrices nearest to ``matrices`` in every unitarily invariant norm.
 
     For :math:`A = P \Sigma Q^\top`, tall and finite, it is :math:`P Q^\top`. Where A has not full
     rank the nearest matrix is not unique and one of them is returned. With a ``determinant`` of 1
-    or -1, square real matrices only, the last column of P changes its sign where that is needed.
+    or -1, or a tensor of them, square real matrices only, the last column of P changes its sign
+    where that is needed.
 
     Note: One LAPACK singular value decomposition, about 6 n m^2 + 20 m^3 flops, which waits for the
         device: for initial values, not for steps. One Newton-Schulz step at the end removes the
@@ -138,14 +139,14 @@ def polar(matrices: Tensor, determinant: int | None = None) -> tuple[Tensor, Ten
     return polar, torch.where(largest > 0, smallest / largest, 0.0)
 
 
-def _polar_factor(matrices: Tensor, determinant: int | None) -> tuple[Tensor, Tensor]:
+def _polar_factor(matrices: Tensor, determinant: int | Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the factor and the singular values, the last with the sign that it needs."""
     if matrices.size(-2) < matrices.size(-1):
         raise ValueError(fail("matrices", "be tall", matrices))
     with no_autocast(matrices):
         left, values, right = torch.linalg.svd(widened(matrices), full_matrices=False)
         if determinant is not None:
-            sign = orientation(left @ right).sign() * determinant
+            sign = orientation(left @ right) * determinant
             signs = torch.ones_like(values)
             signs[..., -1] = sign
             left, values = left * signs.unsqueeze(-2), values * signs
@@ -153,13 +154,17 @@ def _polar_factor(matrices: Tensor, determinant: int | None) -> tuple[Tensor, Te
 
 
 def orientation(matrices: Tensor) -> Tensor:
-    """Return the determinants of real square matrices, of 3 x 3 without a factorisation."""
+    """Return the signs of the determinants of real square matrices, of 3 x 3 without LAPACK.
+
+    By slogdet: a determinant of large matrices, a product of many pivots, may round to 0.
+    """
+    matrices = widened(matrices)
     if matrices.size(-1) != 3:
-        determinant: Tensor = torch.linalg.det(matrices)
-        return determinant
+        sign: Tensor = torch.linalg.slogdet(matrices).sign
+        return sign
     first, second, third = matrices.unbind(-2)
     triple: Tensor = (torch.linalg.cross(first, second) * third).sum(-1)
-    return triple
+    return triple.sign()
 
 
 def newton_schulz(point: Tensor, steps: int = 1) -> Tensor:

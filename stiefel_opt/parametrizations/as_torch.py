@@ -15,6 +15,7 @@ from stiefel_opt.numerics import (
     finest_dtype,
     gram_error,
     has_values,
+    orientation,
     orthonormality_tolerance,
     polar_factor,
 )
@@ -37,7 +38,7 @@ class Reflections(TCWY):
         if point.is_complex() or point.size(-2) != point.size(-1):
             return super().free(point)
         signs = torch.ones_like(point[..., 0, :])
-        signs[..., -1] = torch.linalg.slogdet(point).sign * (-1) ** point.size(-1)
+        signs[..., -1] = orientation(point) * (-1) ** point.size(-1)
         self._set_buffer("phases", signs)
         return householder_vectors(point * signs.unsqueeze(-2))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stiefel_opt.errors import check_choice, check_count
 from stiefel_opt.numerics import logarithm as logarithm
+from stiefel_opt.numerics import orientation
 from stiefel_opt.parametrizations.reflections import cwy_factors
 
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
@@ -108,7 +109,7 @@ def _block_rotation(angles: Tensor, size: int) -> Tensor:
 
 def with_determinant(point: Tensor, sign: int) -> Tensor:
     """Return square real ``point``, its last row negated where the determinant is not ``sign``."""
-    point, wrong = point.clone(), torch.linalg.slogdet(point).sign * sign < 0
+    point, wrong = point.clone(), orientation(point) * sign < 0
     point[..., -1, :] *= torch.where(wrong, -1.0, 1.0).unsqueeze(-1)
     return point
 

@@ -191,7 +191,7 @@ def _of_component(points: Tensor, reading: Stiefel) -> Tensor:
     """Negate the last column of random points with the other determinant: the rest is uniform."""
     if reading.determinant is None:
         return points
-    signs = torch.sign(orientation(points) * reading.determinant)
+    signs = (orientation(points) * reading.determinant).to(points.dtype)
     return torch.cat([points[..., :-1], points[..., -1:] * signs[..., None, None]], dim=-1)
 
 

@@ -244,6 +244,15 @@ def test_a_mean_is_where_tangent_vectors_add_up_to_zero(shape, dtype, metric):
     torch.testing.assert_close(so.mean(around[:1]), around[0], rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_mean_of_a_batch_keeps_the_component_of_each_matrix(size):
+    points = torch.cat(
+        [so.random_point(2, size, size, manifold=so.Stiefel(determinant=d)) for d in (1, -1)]
+    ).double()
+    points = so.project_(points)
+    torch.testing.assert_close(so.mean(torch.stack([points, points])), points)
+
+
 def test_a_mean_of_points_that_are_spread_too_far_is_told_of():
     turns = torch.diag_embed(torch.tensor([[1.0, 1, 1], [-1, -1, 1], [-1, 1, -1], [1, -1, -1]]))
     with warnings.catch_warnings():

@@ -70,10 +70,13 @@ class Counted(TorchDispatchMode):
         return found
 
 
-def steady(name: str, shape: tuple[int, ...], **options: Any) -> tuple[nn.Parameter, Any]:
+def steady(
+    name: str, shape: tuple[int, ...], reading: so.Stiefel | None = None, **options: Any
+) -> tuple[nn.Parameter, Any]:
     """A weight after nine steps along a gradient whose spectral norm is 30."""
     generator = torch.Generator().manual_seed(0)
-    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+    value = torch.linalg.qr(torch.randn(shape, generator=generator)).Q
+    weight = so.ManifoldParameter(value, reading or so.Stiefel())
     rule = TABLE[name].optimizer
     opt = rule([weight], lr=1e-3, **options)
     grad = torch.randn(shape, generator=generator)
@@ -114,6 +117,18 @@ def test_a_steady_step_needs_few_products_and_calls(
         found.append(counted.multiplications / (shape[0] * shape[1] ** 2))
         assert counted.calls <= CALLS[name][nonfinite]
     assert sum(found) / len(found) <= bar
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
+def test_a_learned_scale_needs_few_calls_more(name: str) -> None:
+    found = []
+    for learn_scale in (False, True):
+        _, opt = steady(name, (64, 8), so.Stiefel(learn_scale=learn_scale))
+        with Counted(opt) as counted:
+            for _ in range(8):
+                opt.step()
+        found.append(counted.calls)
+    assert found[1] - found[0] <= 8 * 15  # 14 where a weight lies by rows, as from torch's layers
 
 
 @pytest.mark.parametrize(("name", "nonfinite"), in_turn(RULES, ["skip", "ignore"]))

@@ -773,14 +773,14 @@ def test_the_families_have_torchs_options_where_a_rule_names_none(family: Any) -
 
 class Wrong(so.optim.SGDLike):
     def __init__(self, params: Any, rule: Any) -> None:
-        self.rule = rule
+        self.given = rule
         super().__init__(params, {"lr": 0.1})
 
     def state_for(self, group: Any) -> Any:  # noqa: ARG002
         return ()
 
     def rule_for(self, group: Any) -> Any:  # noqa: ARG002
-        return self.rule
+        return self.given
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, 9])

@@ -57,6 +57,31 @@ def test_points_that_are_projected_and_drawn_have_it(shape, options, sign):
     torch.testing.assert_close(projected, so.polar(value, reading), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float16), (4, torch.bfloat16), (400, torch.float32)]
+)
+def test_large_and_half_precision_points_have_it(size, dtype, sign):
+    """The product of the pivots of a large matrix is below the smallest number."""
+    reading = so.Stiefel(determinant=sign)
+    drawn = so.random_point(size, size, manifold=reading, dtype=dtype)
+    wrong = torch.cat([-drawn[:1], drawn[1:]])
+    points = [
+        drawn,
+        so.orthogonal_(torch.ones(size, size, dtype=dtype), manifold=reading),
+        so.polar(gaussian(size, size).to(dtype), reading),
+        so.polar(gaussian(size, size, seed=1).to(dtype), reading),
+    ]
+    for point in points:
+        assert point.dtype == dtype
+        assert so.orthonormality_error(point) < 10 * torch.finfo(dtype).eps
+        assert float(torch.linalg.slogdet(point.float()).sign) == sign
+    with pytest.warns(UserWarning, match="had the other determinant"):
+        layer = so.constrain(layer_of(wrong), determinant=sign)
+    assert float(torch.linalg.slogdet(layer.weight.detach().float()).sign) == sign
+    assert so.report(layer).lines[0].determinant == f"{sign:+d}"
+
+
 def test_drawn_rotations_are_uniform():
     """Moments of the trace on SO(3): 0, 1, 1 for tr Q, its square and its cube."""
     reading = so.Stiefel(determinant=1)
