@@ -24,7 +24,7 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_to_diagonal_,
     are_finite,
-    half_error_,
+    identity_for,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
@@ -32,10 +32,10 @@ from stiefel_opt.numerics.linalg import (
     plus_identity,
     symmetric_product,
 )
+from stiefel_opt.numerics.linalg import Tensors as Tensors
 from stiefel_opt.numerics.roots import roots
 
 Scalar = float | Tensor
-Tensors = dict[str, Tensor]
 
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 
@@ -127,12 +127,11 @@ def corrected(
     """
     pairs = [(point, state[name]) for name in normal if name in state]
     products = sums(*([] if own is not None else [(point, point)]), *pairs)
-    half = half_error_(products.pop(0) if own is None else own.clone())
-    new_point = add_product(point, point, half)
+    own = products.pop(0) if own is None else own
+    new_point = add_product(point, point, torch.sub(identity_for(own), own), alpha=0.5)
     changed: Tensors = {}
     for name, overlap in zip([name for name in normal if name in state], products, strict=True):
-        inner = torch.baddbmm(overlap, half, overlap)
-        changed[name] = add_product(state[name], new_point, inner, alpha=-1.0)
+        changed[name] = add_product(state[name], new_point, overlap, alpha=-1.0)
     return new_point, changed
 
 
@@ -145,6 +144,7 @@ class StepFactors(NamedTuple):
     rotation: Tensor  # D - I
     shortening: Tensor  # R - I
     root: Tensor  # R
+    scaled: Tensor  # R times what eta is cut by
     companion: Tensor | None  # R (I + R)^(-1), if asked for
     step: Step
     length: Length  # its squares: of the turn, then of the move
@@ -162,6 +162,8 @@ def step_factors_of(
     also: tuple[tuple[Tensor, Tensor], ...] = (),
     is_projected: bool = False,
     companion: bool = False,
+    judged: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> StepFactors:
     """Return the turn along ``skew`` = K / eta and the retraction of V.
 
@@ -172,31 +174,49 @@ def step_factors_of(
         also: Pairs of tall matrices whose products are wanted.
         is_projected: The last of them is X, V: the part of V along X counts for nothing.
         companion: Whether R (I + R)^(-1) is wanted.
+        ahead: The memory in which K and V lie one behind the other: of a single matrix both are
+            multiplied by what eta is cut by, and the products are those of such a V.
+        judged: Where it is not finite the bound of the step is not, ``(k)`` or ``()``.
     """
     count, reads = skew.size(0), reader.is_exact
     alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
     powers = skew.new_empty(1 if reads else 2, 2 * count, *skew.shape[1:])
     squares = powers[0]
     own_gram(skew, squares[:count], alpha)
-    _, *products = sums((V, V), *also, into=squares[count:], alpha=alpha)
+    is_scaled = ahead is not None and count == 1 and sums.are_local and not reads
+    pairs = () if is_scaled else also
+    _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
     if is_projected:
         squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
     limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
     length, second, step = Length(squares, 1.0, limit, inner), None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
-        length, second, step = _cut(powers, count, lr, reader, inner)
+        length, second, step = _cut(powers, count, lr, reader, inner, judged)
+    if ahead is not None and is_scaled and step.factor is not None:
+        ahead.mul_(step.factor.view(1))
+        step, products = Step(step.number), sums(*also)
     limit, scale, companions = length.limit, length.scale, count if companion else 0
     both = roots(
         length.squares, limit, scale=scale, companions=companions, square=second, reads=reads
     )
     of_turn, of_move = both.difference.unsafe_chunk(2)
-    root_of_turn, root = plus_identity(both.difference).unsafe_chunk(2)
-    rotation = of_turn.baddbmm_(skew, step.times(root_of_turn), alpha=step.number)
-    return StepFactors(rotation, of_move, root, both.companion, step, length, products)
+    of_both = plus_identity(both.difference)
+    if step.factor is None:
+        scaled = of_both
+    else:
+        scaled = (of_both.view(2, count, *skew.shape[1:]) * step.factor).view_as(of_both)
+    root, scaled_root = of_both[count:], scaled[count:]
+    rotation = of_turn.baddbmm_(skew, scaled[:count], alpha=step.number)
+    return StepFactors(rotation, of_move, root, scaled_root, both.companion, step, length, products)
 
 
 def _cut(
-    powers: Tensor, count: int, lr: Scalar, reader: Reader, inner: Tensor | None
+    powers: Tensor,
+    count: int,
+    lr: Scalar,
+    reader: Reader,
+    inner: Tensor | None = None,
+    judged: Tensor | None = None,
 ) -> tuple[Length, Tensor, Step]:
     """Return the length of a step, E^2 and eta, cut where the step is too long.
 
@@ -215,7 +235,7 @@ def _cut(
         parts.div_(unit)
         powers = torch.stack([powers[0]] * 2)
     symmetric_product(powers[0], powers[0], powers[1])
-    bounds, limit = _bounds(powers[1], count, lr, reader, inner, unit)
+    bounds, limit = _bounds(powers[1], count, lr, reader, inner, unit, judged)
     bound, least = bounds[0], (limit / unit) ** 2
     if len(bounds) == 2:  # eta |X'G|, of which the fourth power is as a square of E
         steep = bounds[1].square()
@@ -247,6 +267,7 @@ def _bounds(
     reader: Reader,
     inner: Tensor | None,
     unit: Scalar,
+    judged: Tensor | None,
 ) -> tuple[Tensor, float]:
     """Return |E^2|_F of turn and move and maybe |X'G|, ``(., k)``, and a limit of E."""
     is_steep = inner is not None and reader.steepest < math.inf
@@ -254,6 +275,8 @@ def _bounds(
     rows = torch.empty(1 + is_steep, count, dtype=fine.to_real(), device=square.device)
     both = square.view(-1, count, *square.shape[1:])
     torch.linalg.vector_norm(both, dim=(0, 2, 3), dtype=fine, out=rows[0])
+    if judged is not None:
+        rows[0].add_(judged, alpha=0.0)
     share = 1.0 if isinstance(lr, Tensor) else lr * lr
     names, units = ["length"], [share**-2.0 if share * share else math.inf]
     if inner is not None and is_steep:
@@ -308,7 +331,7 @@ def _of_square(
     limit = largest_bound(powers[0]) if reads and not isinstance(lr, Tensor) else math.inf
     length, second, step = Length(powers[0], 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
-        length, second, step = _cut(powers, count, lr, reader, None)
+        length, second, step = _cut(powers, count, lr, reader)
     square, scale, limit = length[:3]
     if size > MEDIUM:  # as large as the parameter: a number is stored instead
         length = length._replace(squares=largest_eigenvalue(square))

@@ -50,7 +50,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -67,13 +67,15 @@ from stiefel_opt.functional.flows import (
     step_factors_of,
     turned_square,
 )
-from stiefel_opt.numerics.device import Reader, reader_for
+from stiefel_opt.numerics.device import Reader, numbers_on, reader_for
 from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
+    Packed,
     Sums,
     add_product,
     add_product_,
-    half_error_,
+    add_product_into,
+    identity_for,
     is_halved,
     product,
 )
@@ -84,6 +86,9 @@ NORMAL: Final = "momentum_normal"
 UNPROJECTED: Final = "momentum_unprojected"
 FACTOR: Final = "momentum_factor"
 OVERLAP: Final = "momentum_overlap"
+
+_SECOND: Final = ("exp_avg_sq_skew", "exp_avg_sq_normal")
+_LARGEST: Final = ("max_exp_avg_sq_skew", "max_exp_avg_sq_normal")
 
 # Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30
@@ -126,19 +131,28 @@ def sgd(
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
+    if isinstance(state, Packed) and FACTOR in state and a == METRICS["canonical"]:
+        return _step_packed(X, G, S, state, state.like(), lr, momentum, sums, reader)
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return turn_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
-        return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
+        B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
+        if mu is not None:
+            L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
+        within = torch.sub(S, N, alpha=momentum)
+        keeps_factor = FACTOR in state
+        return _step_unprojected(
+            X, G, S, B, L, {}, new_Z, lr, momentum, within, sums, reader, keeps_factor
+        )
     minus_g = normal_force(X, S, G)
     if Z is None:
         factors = step_factors_of(direction, minus_g, lr, sums, reader, S)
         within = factors.shortening.baddbmm_(factors.rotation, factors.root)  # D R - I
-        new_X = factors.step.add_product_(add_product(X, X, within), minus_g, factors.root)
-        return new_X, {}, factors.length
+        new_X, eta = add_product(X, X, within), factors.step.number
+        return add_product_(new_X, minus_g, factors.scaled, alpha=eta), {}, factors.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
     V = minus_g.add_(U, alpha=momentum) if nesterov else U.clone()
@@ -177,12 +191,25 @@ def adam(
         moments corrected for their initialisation at zero.
     """
     reader, a = reader or reader_for(X), metric_parameter(metric)
+    is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     (S,) = sums((X, G))
-    minus_f = skew_force(S, a)
+    room = force = None
+    if is_plain and isinstance(state, Packed):
+        room, force = state.like(), state.like(SKEW, NORMAL)
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
     eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
-    new = moments(state, "skew", minus_f, betas)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
+    is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
+    if is_one and isinstance(state, Packed) and room is not None and force is not None:
+        options = betas, eps, nesterov, root, most
+        judged = _moments_at_once(X, G, S, state, room, force, options, reader)
+        parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
+        new_X, _, length = advance(
+            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=ahead
+        )
+        return new_X, room, length
+    minus_f = skew_force(S, a)
+    new = moments(state, "skew", minus_f, betas)
     divided = partial(precondition, root=root, betas=betas, eps=eps, most=most)
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
@@ -202,40 +229,65 @@ def adam(
 # ---- the normal momentum of SGD, not projected ---------------------------------------------------
 
 
+def _step_packed(
+    X: Tensor,
+    G: Tensor,
+    S: Tensor,
+    state: Packed,
+    room: Packed,
+    lr: Scalar,
+    momentum: float,
+    sums: Sums,
+    reader: Reader,
+) -> Move:
+    """The same at the canonical metric, with new state in memory of one piece."""
+    if reader.is_exact:
+        less_Z = torch.sub(S, state[SKEW], alpha=momentum / 2)
+        less_N = torch.sub(S, state[OVERLAP], alpha=momentum)
+    else:  # both by one call
+        weights = numbers_on(S, -momentum / 2, -momentum).view(2, 1, 1, 1)
+        less_Z, less_N = torch.addcmul(S, state.runs()[0][:2], weights)
+    new_Z = torch.sub(less_Z.mH, less_Z, out=room[SKEW])  # mu Z + S' - S
+    old = state[UNPROJECTED], state[FACTOR]
+    return _step_unprojected(X, G, S, *old, room, new_Z, lr, momentum, less_N, sums, reader)
+
+
 def _step_unprojected(
     X: Tensor,
     G: Tensor,
     S: Tensor,
-    state: Mapping[str, Tensor],
-    direction: Tensor,
+    B: Tensor,
+    L: Tensor | None,
+    room: Tensors,
     new_Z: Tensor,
     lr: Scalar,
     momentum: float,
-    mu: Tensor | None,
+    within: Tensor,
     sums: Sums,
     reader: Reader,
+    keeps_factor: bool = True,
 ) -> Move:
-    """The step in lines 2 to 6; if projected, L = I and N = eta R W."""
-    B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
-    if mu is not None:
-        L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
-    within = torch.sub(S, N, alpha=momentum)
+    """The step in lines 2 to 6, ``within`` S - mu N; if projected, L = I and N = eta R W."""
     if L is None:
         new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
     else:
-        new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
-    factors = step_factors_of(direction, new_B, lr, sums, reader, S)  # 4
-    rotation, shortening, R, _, step, length, _ = factors
+        new_B = add_product_into(room.get(UNPROJECTED), G, B, L, momentum)
+        new_B = add_product_(new_B, X, within)
+    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S)  # 4
+    rotation, shortening, R, scaled, _, step, length, _ = factors
     excess = length.squares[X.size(0) :]  # E / scale
-    if FACTOR not in state:
+    if not keeps_factor:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
     else:  # R^(-1) = (I + E) R
-        L = torch.baddbmm(R, excess, R, alpha=length.scale)
-        new = {SKEW: new_Z, OVERLAP: step.over(excess, length.scale), FACTOR: L}
+        new = room
+        new[SKEW], out = new_Z, room.get(FACTOR)
+        new[OVERLAP] = step.over(excess, length.scale, room.get(OVERLAP))
+        new[FACTOR] = torch.baddbmm(R, excess, R, alpha=length.scale, out=out)
+    new[UNPROJECTED] = new_B
     # X + X (D R - I) rounds less than X (D R)
     new_X = add_product(X, X, shortening.baddbmm_(rotation, R))  # 5, 6
-    return step.add_product_(new_X, new_B, R), new | {UNPROJECTED: new_B}, length
+    return add_product_(new_X, new_B, scaled, alpha=step.number), new, length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -256,11 +308,11 @@ def corrected_unprojected(
     if own is None:
         own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
-        (overlap,), own = sums((X, state[UNPROJECTED])), own.clone()
-    half = half_error_(own)
-    shift = torch.baddbmm(overlap, half, overlap)
-    shift = torch.bmm(shift, state[FACTOR]) if FACTOR in state else shift
-    return add_product(X, X, half), {OVERLAP: shift}
+        (overlap,) = sums((X, state[UNPROJECTED]))
+    if FACTOR in state:
+        overlap = torch.bmm(overlap, state[FACTOR])
+    defect = torch.sub(identity_for(own), own)
+    return add_product(X, X, defect, alpha=0.5), {OVERLAP: overlap}
 
 
 # ---- moves ---------------------------------------------------------------------------------------
@@ -277,6 +329,8 @@ def advance(
     S: Tensor | None,
     sums: Sums,
     reader: Reader,
+    judged: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
@@ -291,8 +345,19 @@ def advance(
         if S is None:
             (overlap,) = sums((X, V))
             V = add_product_(V, X, overlap, alpha=-1.0)
-        factors = step_factors_of(direction, V, lr, sums, reader, S, also=((V, U),), companion=True)
-        rotation, shortening, _, companion, step, length, (C,) = factors
+        factors = step_factors_of(
+            direction,
+            V,
+            lr,
+            sums,
+            reader,
+            S,
+            also=((V, U),),
+            companion=True,
+            judged=judged,
+            ahead=ahead,
+        )
+        rotation, shortening, _, _, companion, step, length, (C,) = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
         new_X = add_product(moved, moved, shortening)
@@ -300,14 +365,16 @@ def advance(
         new = {SKEW: new_Z}
     else:
         pairs = (V, U), (X, V)
-        factors = step_factors_of(direction, V, lr, sums, reader, S, also=pairs, is_projected=True)
-        rotation, shortening, R, _, step, length, (C, overlap) = factors
+        factors = step_factors_of(
+            direction, V, lr, sums, reader, S, also=pairs, is_projected=True, judged=judged
+        )
+        rotation, shortening, R, scaled, _, step, length, (C, overlap) = factors
         within = shortening.baddbmm_(rotation, R)
-        within.baddbmm_(overlap, step.times(R), alpha=-step.number)
-        new_X = step.add_product_(add_product(X, X, within), V, R)
+        within.baddbmm_(overlap, scaled, alpha=-step.number)
+        new_X = add_product_(add_product(X, X, within), V, scaled, alpha=step.number)
         C, base = torch.bmm(R, C), new_X
         new = carried_skew(new_Z, rotation, transport)
-    new[NORMAL] = step.add_product_(U, base, C, sign=-1)
+    new[NORMAL] = add_product_(U, base, step.times(C), alpha=-step.number)
     return new_X, new, length
 
 
@@ -344,10 +411,10 @@ def metric_parameter(metric: str | float) -> float:
     return METRICS[metric] if isinstance(metric, str) else float(metric)
 
 
-def skew_force(S: Tensor, a: float) -> Tensor:
+def skew_force(S: Tensor, a: float, out: Tensor | None = None) -> Tensor:
     """-f = (S' - S) / (2 (1 - a)) for S = X'G."""
     # in the memory order of S, which is also the faster one
-    difference = torch.sub(S.mH, S, out=torch.empty_like(S))
+    difference = torch.sub(S.mH, S, out=torch.empty_like(S) if out is None else out)
     return difference if a == METRICS["canonical"] else difference.div_(2 * (1 - a))
 
 
@@ -357,11 +424,58 @@ def normal_force(X: Tensor, S: Tensor, G: Tensor) -> Tensor:
 
 
 def accumulated(
-    value: Tensor, earlier: Tensor | None, momentum: float, *, nesterov: bool
+    value: Tensor,
+    earlier: Tensor | None,
+    momentum: float,
+    *,
+    nesterov: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
     new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
     return new, torch.add(value, new, alpha=momentum) if nesterov else new
+
+
+def _moments_at_once(
+    X: Tensor,
+    G: Tensor,
+    S: Tensor,
+    state: Packed,
+    room: Packed,
+    force: Packed,
+    options: tuple[tuple[float, float], float, bool, Any, Any],
+    reader: Reader,
+) -> Tensor | None:
+    """Put the new moments into ``room``, and what they give into ``force``; return a judgement.
+
+    As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
+    forgets what is not finite, and such a force makes no long step: its size is judged.
+    """
+    betas, eps, nesterov = options[:3]
+    root, most = (n.view(1) if isinstance(n, Tensor) else n for n in options[3:])
+    judged = None
+    skew_force(S, METRICS["canonical"], force[SKEW])
+    add_product_into(force[NORMAL], G, X, S)
+    values = force.flat
+    if not reader.is_exact:
+        parts = [values[None]] if X.size(0) == 1 else [part.flatten(1) for part in force.values()]
+        sizes = [torch.linalg.vector_norm(part, dim=1) for part in parts]
+        judged = sizes[0] if len(sizes) == 1 else sizes[0] + sizes[1]
+    second = room.span(*_SECOND)
+    torch.mul(state.span(*_SECOND), betas[1], out=second)
+    second.addcmul_(values, values, value=1 - betas[1])
+    first = torch.lerp(state.span(SKEW, NORMAL), values, 1 - betas[0], out=room.span(SKEW, NORMAL))
+    if _LARGEST[0] in state:
+        largest = room.span(*_LARGEST)
+        second = torch.maximum(state.span(*_LARGEST), second, out=largest)
+    denominator = torch.sqrt(second).add_(root, alpha=eps)
+    if eps < _LEAST_EPS:
+        denominator.masked_fill_(denominator == 0, 1.0)
+    if nesterov:
+        values.lerp_(first, betas[0]).div_(denominator)
+    else:
+        torch.div(first, denominator, out=values)
+    values.clamp_(-most, most)
+    return judged
 
 
 # ---- moments -------------------------------------------------------------------------------------

@@ -62,22 +62,22 @@ def with_radius(
         return rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
     decay = (1 - lr * sums.scale * weight_decay) ** 2
     growth, divided, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
-    least, most = math.inf, -math.inf
-    if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
-        least, most = _range_of(growth)
-    if least == most:
-        number = min(float(most * decay + (lr * lr * n - (1 - decay))), largest)
-        growth, divided = torch.full_like(growth, number), lr / math.sqrt(1 + number)
+    # a number costs the rule less
+    number: float | None = None
+    if not isinstance(lr, Tensor):
+        is_one = reader.is_exact and growth.numel() == 1
+        number = growth.item() if is_one else reader.same(GROWTH, growth)
+    if number is not None:
+        number = min(float(number * decay + (lr * lr * n - (1 - decay))), largest)
+        divided = lr / math.sqrt(1 + number)
+        reader.keep(GROWTH, number)
     else:
         growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
         divided = lr * torch.rsqrt(1 + growth)
     new_X, new, length = rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
-    return new_X, {**new, GROWTH: growth}, length
-
-
-def _range_of(numbers: Tensor) -> tuple[float, float]:
-    """Return the least and the largest of some numbers; a single one is cheaper to read."""
-    if numbers.numel() == 1:
-        return (numbers.item(),) * 2
-    least, most = torch.aminmax(numbers)
-    return least.item(), most.item()
+    if number is None:
+        return new_X, {**new, GROWTH: growth}, length
+    if GROWTH not in new:  # there may be memory for it
+        new = {**new, GROWTH: torch.empty_like(growth)}
+    new[GROWTH].fill_(number)
+    return new_X, new, length

@@ -255,6 +255,13 @@ class Reader(ABC):
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
         """Drop a number of an earlier step that says nothing of the next one."""
 
+    def same(self, name: str, numbers: Tensor) -> float | None:  # noqa: ARG002
+        """Return what all entries of ``numbers`` are; None if they differ, or nobody knows."""
+        return None
+
+    def keep(self, name: str, number: float) -> None:  # noqa: B027
+        """Keep what all entries are after this step: :meth:`same` need not look."""
+
 
 class Now(Reader):
     """Reads the numbers of this step: on a CPU."""
@@ -278,6 +285,13 @@ class Now(Reader):
             for row, unit in zip(rows.tolist(), units, strict=True)
         ]
 
+    @override
+    def same(self, name: str, numbers: Tensor) -> float | None:
+        if numbers.numel() == 1:  # cheaper to read
+            return float(numbers.item())
+        least, most = torch.aminmax(numbers)
+        return float(least) if least == most else None
+
 
 class Fixed(Reader):
     """Reads nothing, so that rounding is removed in every step."""
@@ -298,6 +312,7 @@ class _Ring:
         self._units: list[tuple[float, ...]] = [()] * _SLOTS
         self._sent = self._arrived = 0
         self._largest = [math.inf] * rows.size(0)
+        self.is_lost = False  # whether a number was not finite, or may have been
 
     def fits(self, rows: Tensor) -> bool:
         """Say whether these are as many numbers."""
@@ -309,11 +324,14 @@ class _Ring:
             slot = self._arrived % _SLOTS
             if (self._memory[slot] == -1.0).any():
                 break
+            sound = self._memory[slot] < math.inf
             self._largest = [
-                unit * float(row[row < math.inf].max(initial=-1.0))
-                for row, unit in zip(self._memory[slot], self._units[slot], strict=True)
+                unit * float(row.max(where=fine, initial=-1.0)) if fine.any() else math.inf
+                for row, fine, unit in zip(
+                    self._memory[slot], sound, self._units[slot], strict=True
+                )
             ]
-            self._largest = [each if each >= 0 else math.inf for each in self._largest]
+            self.is_lost |= not sound.all()
             self._arrived += 1
         return self._largest
 
@@ -324,16 +342,46 @@ class _Ring:
             self._memory[slot], self._units[slot] = -1.0, units
             self._host[slot].copy_(rows, non_blocking=True)
             self._sent += 1
+        else:
+            self.is_lost = True
 
 
 class Lagged(Reader):
     """Knows the numbers of the step before: the device copies them to the host in its own time.
 
     What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
+    Numbers of the host that all matrices have in common, such as counts of their steps, are kept
+    until it learns that a matrix was left out. That is one step late, or two.
     """
 
     def __init__(self) -> None:
         self._rings: dict[tuple[str, ...], _Ring] = {}
+        self._kept: dict[str, float] = {}
+        self._may_wait = True
+
+    @override
+    def same(self, name: str, numbers: Tensor) -> float | None:
+        for ring in self._rings.values():
+            ring.look()
+            if ring.is_lost:
+                self.part()
+                ring.is_lost = False
+        if name not in self._kept and self._may_wait:
+            number = Now.same(_NOW, name, numbers)
+            if number is None:
+                self.part()
+            else:
+                self._kept[name] = number
+        return self._kept.get(name)
+
+    @override
+    def keep(self, name: str, number: float) -> None:
+        self._kept[name] = number
+
+    def part(self, *, may_wait: bool = False) -> None:
+        """Drop the numbers that matrices had in common; they are read again if one may wait."""
+        self._kept.clear()
+        self._may_wait = may_wait
 
     @override
     def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
@@ -410,6 +458,10 @@ class Planned(Lagged):
         return self._given[name][1]
 
     @override
+    def same(self, name: str, numbers: Tensor) -> float | None:
+        return None  # a graph would freeze it
+
+    @override
     def forget(self, name: str) -> None:
         self._forgotten.add(name)
 
@@ -424,6 +476,7 @@ class Planned(Lagged):
 
     def pass_on(self) -> None:
         """Begin to copy the numbers of the step that the device has been given."""
+        self._lagged.part()  # what it keeps is of eager steps
         for name in self._forgotten:
             self._lagged.forget(self._prefix + name)
         for names, (rows, units, powers) in self._found.items() if self._lr != 0 else ():
@@ -438,6 +491,7 @@ class Planned(Lagged):
 
 
 _FIXED: Final = Fixed()
+_NOW: Final = Now()
 
 
 def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:

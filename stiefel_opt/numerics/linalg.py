@@ -7,15 +7,22 @@ means ``(..., m, m)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import finest_dtype, has_no_owner, is_compiling, is_cpu
+from stiefel_opt.numerics.device import (
+    finest_dtype,
+    has_no_owner,
+    is_compiling,
+    is_cpu,
+    numbers_on,
+)
 
 RowSum = Callable[[Tensor], Tensor]
+Tensors = dict[str, Tensor]
 
 
 FEW: Final = 1024  # entries of a batch up to which calls cost more than arithmetic
@@ -23,6 +30,7 @@ MEDIUM: Final = 64  # m up to which sums of squares give the best bound on eigen
 _LONG: Final = 2**14  # entries from which a float32 sum of squares on a CPU loses digits
 _SHORT: Final = 4096  # entries of a matrix up to which a product of rows and columns is slower
 _LARGE: Final = 256  # m from which norms of rows are computed without a temporary on a CPU
+_KEPT_ELSEWHERE: Final = 1024  # m up to which identities are stored off a CPU
 BLOCKED: Final = 256  # m from which only half of a symmetric product is computed
 _BLOCKED_ELSEWHERE: Final = 2048  # the same off a CPU, where eight calls cost more than one
 # Up to this width float32 products sum their rows naively, with an error of 2e-3 at 3e6 rows. Sums
@@ -189,6 +197,17 @@ def symmetric_product(
     return result
 
 
+def add_product_into(
+    out: Tensor | None, target: Tensor, tall: Tensor, small: Tensor, alpha: float = 1.0
+) -> Tensor:
+    """Return alpha tall @ small - ``target``, in the memory ``out`` if there is some."""
+    if out is None:
+        return add_product(target, tall, small, beta=-1.0, alpha=alpha)
+    if out.stride(-1) == 1:
+        return torch.baddbmm(target, tall, small, beta=-1.0, alpha=alpha, out=out)
+    return torch.baddbmm(target.mT, small.mT, tall.mT, beta=-1.0, alpha=alpha, out=out.mT).mT
+
+
 def product(tall: Tensor, small: Tensor) -> Tensor:
     """Return tall @ small in the memory order of ``tall``, all ``(k, ., .)``."""
     if tall.stride(-1) == 1:
@@ -216,6 +235,43 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, alpha=alpha).mT
 
 
+class Packed(dict[str, Tensor]):
+    """Batches by name that lie one behind the other in one tensor: a call may work on several."""
+
+    def __init__(self, flat: Tensor, parts: Mapping[str, Tensor]) -> None:
+        super().__init__(parts)
+        self.flat = flat
+
+    def like(self, first: str = "", last: str = "") -> Packed:
+        """Return memory for the same batches, or for those between two names."""
+        flat = self.flat if not first else self.span(first, last)
+        begin, room = int(flat.storage_offset()), torch.empty_like(flat)
+        parts = {}
+        for name, part in self.items():
+            offset = int(part.storage_offset()) - begin
+            if 0 <= offset < room.numel():
+                parts[name] = room.as_strided(part.size(), part.stride(), offset)
+        return Packed(room, parts)
+
+    def span(self, first: str, last: str) -> Tensor:
+        """Return the entries of the batches between two names, as one dimension."""
+        begin, end = self[first], self[last]
+        return self.flat[begin.storage_offset() : end.storage_offset() + end.numel()]
+
+    def runs(self) -> list[Tensor]:
+        """Return neighbours of one shape as one batch ``(., k, n, m)``, in the order of memory."""
+        groups: list[list[Tensor]] = []
+        for part in self.values():
+            if groups and groups[-1][0].shape == part.shape and part.is_contiguous():
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        return [
+            first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
+            for first, count in ((group[0], len(group)) for group in groups)
+        ]
+
+
 class Step(NamedTuple):
     """The learning rate of a step that may be cut: eta = number * factor, where None is 1."""
 
@@ -227,22 +283,19 @@ class Step(NamedTuple):
         """Return A times the factor."""
         return small if self.factor is None else small * self.factor
 
-    def add_product_(self, target: Tensor, tall: Tensor, small: Tensor, sign: int = 1) -> Tensor:
-        """Add eta tall @ small to ``target`` in place."""
-        return add_product_(target, tall, self.times(small), alpha=sign * self.number)
-
     def add_to(self, base: Tensor, tensor: Tensor) -> Tensor:
         """Return base + eta A, in the memory of A."""
         if self.factor is None:
             return torch.add(base, tensor, alpha=self.number, out=tensor)
         return torch.addcmul(base, tensor, self.factor, value=self.number, out=tensor)
 
-    def over(self, small: Tensor, scale: float) -> Tensor:
+    def over(self, small: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
         """Return scale A / eta, 0 where eta is."""
-        result = small * (scale / self.number if self.number else 0.0)
+        share = scale / self.number if self.number else 0.0
         if self.factor is None:
-            return result
-        return result.div_(self.factor + (self.factor == 0) if self.may_vanish else self.factor)
+            return torch.mul(small, share, out=out)
+        factor = self.factor + (self.factor == 0) if self.may_vanish else self.factor
+        return torch.addcdiv(numbers_on(small, 0.0), small, factor, value=share, out=out)
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:
@@ -324,14 +377,19 @@ def half_error_(own: Tensor) -> Tensor:
 
 def plus_identity(matrix: Tensor) -> Tensor:
     """Return A + I."""
-    if matrix.size(-1) > MEDIUM:
+    if _is_large(matrix):
         return add_to_diagonal_(matrix.clone(), 1.0)
     return torch.add(matrix, identity_for(matrix))
 
 
 def identity_for(matrix: Tensor) -> Tensor:
     """Return I like the matrices of a batch, ``(m, m)``; small ones are stored and shared."""
-    return _identity(matrix) if matrix.size(-1) > MEDIUM else _kept(_identity, matrix)
+    return _identity(matrix) if _is_large(matrix) else _kept(_identity, matrix)
+
+
+def _is_large(matrix: Tensor) -> bool:
+    size = matrix.size(-1)
+    return size > MEDIUM and (size > _KEPT_ELSEWHERE or is_cpu(matrix))
 
 
 def _identity(matrix: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from stiefel_opt.numerics.linalg import (
 _DEGREE: Final = 3
 # Up to here a polynomial that is 0 at 0 is near enough for Newton-Schulz.
 _LONG: Final = 16.0
-_SAMPLES: Final = 128  # at which its error is measured
+_SAMPLES: Final = 48  # at which its error is measured
 # Cubes of scales beyond these may leave float32.
 _SCALES: Final = (1e-8, 1e8)
 

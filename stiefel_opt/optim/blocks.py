@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
-from stiefel_opt.numerics.linalg import Sums
+from stiefel_opt.numerics.linalg import Packed, Sums
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 from stiefel_opt.tags.blocks import as_batch
@@ -153,20 +153,38 @@ class Stack:
             for kind in declared
             if kind.exists_for(self.row_count, self.column_count, first.reading.learn_scale)
         }
-        self._whole: Tensors = {kind.name: self._stacked(kind) for kind in self.declared.values()}
+        self._whole: Tensors = {}
+        self._flat = self._pack()
         self.each = self.lead.numel()  # matrices of a block
         self.pieces = self._divided(value)
 
     def state_of(self, rows: slice) -> Tensors:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
         wide = self.blocks[0].wide
-        return {
+        state = {
             name: as_batch(tensor.mT if wide and not self.declared[name].is_small else tensor)[rows]
             for name, tensor in self._whole.items()
         }
+        count = len(self.blocks) * self.each
+        is_whole = self._flat is not None and rows == slice(0, count)
+        return Packed(self._flat, state) if is_whole else state  # type: ignore[arg-type]
 
-    def _stacked(self, kind: State) -> Tensor:
-        """Join one state of all blocks, and leave views in its place."""
+    def _pack(self) -> Tensor | None:
+        """Join all state, one name behind the other in one tensor where they have one dtype."""
+        joined = [self._stacked(kind) for kind in self.declared.values()]
+        alike = len({whole.dtype for whole, _ in joined}) == 1 and has_values(joined[0][0])
+        flat = torch.cat([whole.flatten() for whole, _ in joined]) if alike else None
+        start = 0
+        for name, (whole, show) in zip(self.declared, joined, strict=True):
+            if flat is not None:
+                whole = flat[start : start + whole.numel()].view(whole.shape)
+                start += whole.numel()
+            self._whole[name] = whole
+            show(whole)
+        return flat
+
+    def _stacked(self, kind: State) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Join one state of all blocks; also return what leaves views of a copy in its place."""
         keys = [key_of(kind.name, block.index) for block in self.blocks]
         shown = [block.weight.state[key] for block, key in zip(self.blocks, keys, strict=True)]
         tensors = [local_part(tensor).detach() for tensor in shown]
@@ -174,16 +192,18 @@ class Stack:
         if not kind.is_small:  # laid out in the order of the matrices
             matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
             tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
-        whole = kind.part_of(torch.stack(tensors))
-        for block, key, earlier, view in zip(
-            self.blocks, keys, shown, views_of(whole), strict=True
-        ):
-            if not kind.is_small:
-                view = block.stored(view.mT if first.wide else view, shape)
-            if block.weight.shards is not None:
-                view = block.weight.shards.like(view, earlier)
-            block.weight.state[key] = view
-        return whole
+
+        def show(whole: Tensor) -> None:
+            for block, key, earlier, view in zip(
+                self.blocks, keys, shown, views_of(whole), strict=True
+            ):
+                if not kind.is_small:
+                    view = block.stored(view.mT if first.wide else view, shape)
+                if block.weight.shards is not None:
+                    view = block.weight.shards.like(view, earlier)
+                block.weight.state[key] = view
+
+        return kind.part_of(torch.stack(tensors)), show
 
     def _divided(self, value: Tensor) -> list[tuple[int, int, slice]]:
         """Divide the stack into batches: some whole blocks, or some matrices of a single block.
@@ -216,12 +236,12 @@ class Stack:
         return -(-count // min(pieces, count))
 
 
-def joined(states: list[StateDict], name: str, shards: Shards | None = None) -> Tensor:
-    """Join the state ``name`` of several parameters, and leave views in its place."""
-    shown = [state[name] for state in states]
+def joined(slots: list[tuple[StateDict, str]], shards: Shards | None = None) -> Tensor:
+    """Join state of several parameters, and leave views in its place."""
+    shown = [state[name] for state, name in slots]
     tensors = [local_part(tensor) for tensor in shown]
     whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
-    for state, earlier, view in zip(states, shown, views_of(whole), strict=True):
+    for (state, name), earlier, view in zip(slots, shown, views_of(whole), strict=True):
         state[name] = view if shards is None else shards.like(view, earlier)
     return whole
 
@@ -234,7 +254,7 @@ def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
             shape = local_part(weight.state[MASTER]).shape
             kinds.setdefault((shape, weight.dtype, id(weight.shards)), []).append(weight)
     return [
-        (joined([weight.state for weight in members], MASTER, members[0].shards), members)
+        (joined([(weight.state, MASTER) for weight in members], members[0].shards), members)
         for members in kinds.values()
     ]
 
@@ -272,11 +292,12 @@ def views_of(whole: Tensor) -> list[Tensor]:
     """Return ``whole[i]`` for each i as a tensor whose storage ends where it ends."""
     if not has_values(whole):
         return list(whole)
-    storage = whole.untyped_storage()
-    size = storage.nbytes() // max(whole.size(0), 1)
+    storage, width = whole.untyped_storage(), whole.element_size()
+    size = width * whole[:1].numel()
+    starts = [size * i + width * int(whole.storage_offset()) for i in range(len(whole))]
     return [
-        whole.new_empty(0).set_(storage[i * size : (i + 1) * size], 0, item.shape, item.stride())
-        for i, item in enumerate(whole)
+        whole.new_empty(0).set_(storage[start : start + size], 0, item.shape, item.stride())
+        for start, item in zip(starts, whole, strict=True)
     ]
 
 

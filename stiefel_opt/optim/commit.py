@@ -45,10 +45,12 @@ from stiefel_opt.numerics.geometry import (
     FAR,
     gram_error,
     identity_error,
+    orientation,
     orthonormality_tolerance,
     polar_factor,
 )
 from stiefel_opt.numerics.linalg import (
+    Packed,
     Sums,
     are_finite,
     inner_product,
@@ -138,6 +140,10 @@ class ScaleRule(NamedTuple):
         return partial(bound, is_embedded=self.is_embedded)
 
 
+# By batch the places of weights that have been written, and which of them moved; None: all.
+Moved = dict[Any, tuple[list[int], Tensor | None]]
+
+
 class LastStep(NamedTuple):
     """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
 
@@ -163,9 +169,12 @@ class Batch:
         self.state = stack.state_of(slice(low, low + count))  # views
         self.scale = self.blocks[0].reading.scale  # of a learned one the start
         self.learns_scale = self.blocks[0].reading.learn_scale
+        self.determinant = self.blocks[0].reading.determinant
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.is_new = True  # nobody has looked at what the rule returns
+        self.is_joint = False  # its group judges the gradients
+        self.bounded_by: Any = None  # the rule whose steps judge the gradients
         self.is_foreign = False  # whether its rule is not of this package
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
@@ -201,14 +210,27 @@ class Batch:
         return matrices
 
     def write(
-        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
+        self,
+        tensors: list[Tensor],
+        matrices: Tensor,
+        blocks: list[int] | None,
+        read: Tensor,
+        ok: Tensor | None,
     ) -> None:
-        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
+        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came.
+
+        Those that are not ``ok`` stay, ``(k, 1, 1)``; None: all are.
+        """
         first, tensor = self.blocks[0], tensors[0]
+        is_view = len(self.blocks) == 1 and tensor.stride() in self._views
+        if is_view and ok is None:
+            read.copy_(matrices)
+            return
+        if ok is not None:
+            matrices = torch.where(ok, matrices, read, out=read if is_view else None)
+        if is_view:
+            return
         if len(self.blocks) == 1:
-            if tensor.stride() in self._views:
-                read.copy_(matrices)
-                return
             part = first.part(tensor)
             whole = first.matrices(part)
             target = as_batch(whole)
@@ -236,7 +258,9 @@ class Batch:
         return index_on(self.blocks[0].weight.parameter.device, matrices)
 
     def of_each(self, of_block: Tensor) -> Tensor:
-        """Return ``(k, 1, 1)``: for each matrix the value of its block."""
+        """Return the value of its block for each matrix, ``(k, 1, 1)``; of one ``(1, 1, 1)``."""
+        if len(of_block) == 1 or self.each == 1:
+            return of_block.view(-1, 1, 1)
         return of_block.view(-1, 1).expand(-1, self.each).reshape(-1, 1, 1)
 
     def angles(self) -> dict[int, float]:
@@ -289,7 +313,7 @@ class Task(NamedTuple):
         ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not judged yet.
         is_due: Whether rounding is removed in this step.
         is_changed: Whether somebody else has written to one of the tensors.
-        done: Takes the places of what has been written.
+        done: Takes the places of what has been written, and which of them moved.
     """
 
     batch: Batch
@@ -302,7 +326,7 @@ class Task(NamedTuple):
     ok: Tensor | None
     is_due: bool
     is_changed: bool
-    done: set[int]
+    done: Moved
 
 
 def take_step(task: Task) -> tuple[list[int], Tensor | None]:
@@ -321,36 +345,28 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
-    unsafe: list[int] = []
-    ok, grad_length = task.ok, math.inf
-    if task.options.nonfinite == "skip" and reader.is_exact:
-        ok, grad_length, unsafe = _judge(grad, task)
-        if len(unsafe) == len(task.places):
-            return unsafe, None
+    ok, grad_length, unsafe, verdict = _judge(grad, task, reader)
+    if len(unsafe) == len(task.places):
+        return unsafe, None
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
+    is_bounded = isinstance(length, Length) and length.bound is not None and not reader.is_exact
+    batch.bounded_by = task.options.rule if is_bounded else None
+    if is_bounded and task.options.nonfinite != "ignore":
+        ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
     is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
 
     def write() -> None:
-        if new and index is None and ok is None:
-            torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
-        else:
-            for name, tensor in new.items():
-                whole, old = batch.state[name], state[name]  # a rule may return a wider dtype
-                if index is None:
-                    torch.where(ok, tensor.to(old.dtype), old, out=whole)  # type: ignore[arg-type]
-                else:  # what is written has no name, so that it is freed at once
-                    whole[index] = (tensor if ok is None else torch.where(ok, tensor, old)).to(old)
+        _write_state(batch.state, new, state, index, ok)
         if is_moving:
-            point = new_X if ok is None else torch.where(ok, new_X, stored)
-            batch.write(task.tensors, point, chosen, stored)
-        task.done.update(task.places)
-        task.done.difference_update(unsafe)
+            batch.write(task.tensors, new_X, chosen, stored, ok)
+        moved = [place for place in task.places if place not in unsafe] if unsafe else task.places
+        task.done[batch] = moved, verdict
 
     try:
         write()
@@ -363,6 +379,30 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     is_long = reader.is_exact and isinstance(length, Length) and length.limit > 1
     batch.long_steps = batch.long_steps + 1 if is_long else 0
     return unsafe, overflowed
+
+
+def _write_state(
+    whole: Tensors, new: Tensors, old: Tensors, index: Tensor | None, ok: Tensor | None
+) -> None:
+    """Write the new state of the matrices of an index, as far as they are ``ok``; None: all."""
+    if isinstance(new, Packed) and isinstance(whole, Packed):
+        if ok is None:
+            whole.flat.copy_(new.flat)
+        elif ok.numel() == 1:
+            torch.where(ok.view(1), new.flat, whole.flat, out=whole.flat)
+        else:
+            for run, before in zip(new.runs(), whole.runs(), strict=True):
+                torch.where(ok, run, before, out=before)
+    elif new and index is None and ok is None:
+        torch._foreach_copy_([whole[name] for name in new], list(new.values()))
+    else:
+        for name, tensor in new.items():
+            before = old[name]  # a rule may return a wider dtype
+            if index is None:
+                torch.where(ok, tensor.to(before.dtype), before, out=whole[name])  # type: ignore[arg-type]
+            else:  # what is written has no name, so that it is freed at once
+                kept = tensor if ok is None else torch.where(ok, tensor, before)
+                whole[name][index] = kept.to(before)
 
 
 def _new_point(
@@ -388,7 +428,7 @@ def _new_point(
     X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
         rule = scale_rule.beside(rule, _norm_at(X, unscaled, norm, task) if is_projected else norm)
-    current = {**state, **fixed}
+    current = {**state, **fixed} if fixed else state
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
     watched = reader.is_exact and not X.is_inference()
     versions = (X._version, grad._version) if watched else None
@@ -401,25 +441,38 @@ def _new_point(
         batch.is_new, batch.is_foreign = False, _is_foreign(rule)
     new_X, new, length = move
     steepness = _steepness(length, lr, grad_length, reader)
-    if reader.is_exact and _VERY_STEEP < steepness < math.inf:
-        most = steepest(X.dtype, batch.row_count)
-        if steepness > most:
-            again = apply(lr=_shorter(length, lr, most))
-            (new_X, new, length), scale = _without_scale(again, scale)
-    new = {**fixed, **new}
-    for _ in range(_corrections_after(length, steepness, reader)):
+    is_steep = reader.is_exact and _VERY_STEEP < steepness < math.inf
+    if is_steep and steepness > (most := steepest(X.dtype, batch.row_count)):
+        again = apply(lr=_shorter(length, lr, most))
+        (new_X, new, length), scale = _without_scale(again, scale)
+    if fixed:
+        new = {**fixed, **new}
+    is_due = task.is_due and isinstance(reader, Lagged)
+    for _ in range(max(_corrections_after(length, steepness, reader), is_due)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
-        new |= corrected_state
+        new = _replaced(new, corrected_state)
     if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         _warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
         overflowed = _overflowed(new_X, sums, ok)
-        new_X = torch.where(overflowed, unscaled, new_X)
-        for name, tensor in new.items():
-            start = batch.declared[name].fill_(torch.empty_like(tensor))
-            new[name] = torch.where(overflowed, start, tensor)
+        new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
     return _scaled(new_X, scale, stored, overflowed, task), new, length, overflowed
+
+
+def _replaced(new: Tensors, changed: Tensors) -> Tensors:
+    """Return a new state in which some tensors are others; packed, it keeps its memory."""
+    if not isinstance(new, Packed):
+        return {**new, **changed}
+    for name, tensor in changed.items():
+        new[name].copy_(tensor)
+    return new
+
+
+def _restarted(new: Tensors, overflowed: Tensor, batch: Batch) -> Tensors:
+    """Return a new state in which that of some matrices starts again."""
+    starts = {name: batch.declared[name].fill_(torch.empty_like(t)) for name, t in new.items()}
+    return _replaced(new, {n: torch.where(overflowed, starts[n], t) for n, t in new.items()})
 
 
 # ---- before the rule -----------------------------------------------------------------------------
@@ -462,16 +515,46 @@ def _without_scale(move: Any, scale: Scalar) -> tuple[Any, Scalar]:
     return move, scale
 
 
-def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
-    """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights."""
-    length, limit = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
-    if length <= limit:  # False for NaN
-        return task.ok, length, []
+def _sound(
+    bound: Tensor, ok: Tensor | None, verdict: Tensor | None, task: Task
+) -> tuple[Tensor, Tensor | None]:
+    """Return a mask of the matrices that move, ``(k, 1, 1)``, and which of the weights do.
+
+    The bound of a step is not finite where a gradient is not, or where the step leaves floating
+    point: such a weight stays as a whole. Of one that several batches share the matrix stays.
+    """
+    if task.batch.is_joint:
+        sound = bound < math.inf
+        return sound if ok is None else sound & ok, None
+    if task.batch.each > 1:
+        bound = bound.view(len(task.places), -1).amax(dim=1)
+    sound = bound.view(-1) < math.inf
+    verdict = sound if verdict is None else sound & verdict
+    return task.batch.of_each(verdict), verdict
+
+
+def _judge(
+    grad: Tensor, task: Task, reader: Reader
+) -> tuple[Tensor | None, float, list[int], Tensor | None]:
+    """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights.
+
+    Off a CPU, where the rule does not bound its steps, a mask also by weight in place of these.
+    """
+    batch, limit = task.batch, LARGEST_SAFE[grad.dtype]
+    is_bounded = batch.is_joint or batch.bounded_by is task.options.rule
+    if task.options.nonfinite != "skip" or (is_bounded and not reader.is_exact):
+        return task.ok, math.inf, [], None
+    if reader.is_exact:
+        length = float(torch.linalg.vector_norm(grad))
+        if length <= limit:  # False for NaN
+            return task.ok, length, [], None
     lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
     safe = lengths <= limit
+    if not reader.is_exact:
+        return batch.of_each(safe), math.inf, [], safe
     length = float(torch.linalg.vector_norm(lengths[safe]))
     unsafe = list(itertools.compress(task.places, (~safe).tolist()))
-    return task.batch.of_each(safe), length, unsafe
+    return batch.of_each(safe), length, unsafe, None
 
 
 def _on_manifold(
@@ -490,7 +573,7 @@ def _on_manifold(
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
-    is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
+    is_due = task.is_due and reader.is_exact  # else it is removed behind the step
     # If the step before was steep, which nobody knew in time, its rounding is still there.
     is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.steepness < math.inf
     looks = is_due and reader.is_exact
@@ -502,6 +585,8 @@ def _on_manifold(
     (gram,) = sums((point, point))
     error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
+    if batch.determinant is not None and task.is_changed and sums.are_local:
+        _warn_of_sign(point[error <= 10 * tolerance], batch.determinant)
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
         if is_due or worst > tolerance or _is_stale(state, fixed, sums):
@@ -511,9 +596,9 @@ def _on_manifold(
     if sums.are_local:  # X'X may overflow where X does not
         off &= are_finite(point)
     point = point.clone()
-    project = polar_factor
+    project = partial(polar_factor, determinant=batch.determinant)
     if sums.row_sum is not None:
-        project = partial(sums.row_sum.with_all_rows, polar_factor)  # type: ignore[attr-defined]
+        project = partial(sums.row_sum.with_all_rows, project)  # type: ignore[attr-defined]
     if bool(off.any()):
         point[off] = project(point[off])
     return (*correct(point, state, sums), True)
@@ -605,6 +690,18 @@ def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
         warnings.warn(
             f"{_called(rule)} returned points that are off the manifold, |X'X - I| = {error:.0e}; "
             "let it end with stiefel_opt.functional.retract",
+            stacklevel=users_level(),
+        )
+
+
+def _warn_of_sign(points: Tensor, determinant: int) -> None:
+    """Warn of orthonormal weights with the other determinant than their reading: they keep it."""
+    wrong = orientation(points) * determinant < 0
+    if bool(wrong.any()):
+        warnings.warn(
+            f"weights of shape {tuple(points.shape[1:])}, {int(wrong.sum())} of them, have the "
+            f"other determinant than {determinant:+d}, which no step changes; so.project_(model) "
+            "takes the nearest point of that sign",
             stacklevel=users_level(),
         )
 

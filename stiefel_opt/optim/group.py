@@ -18,8 +18,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import address_for, has_values, index_on, is_cpu, working_dtype
+from stiefel_opt.numerics.device import (
+    address_for,
+    has_values,
+    index_on,
+    is_cpu,
+    numbers_on,
+    reader_for,
+    working_dtype,
+)
 from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim.blocks import (
     Weight,
     join_masters,
@@ -31,6 +40,7 @@ from stiefel_opt.optim.checks import refuse_gradient, refuse_sparse
 from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
+    Moved,
     MoveRows,
     StepOptions,
     Task,
@@ -120,10 +130,13 @@ class WeightGroup:
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
         self._address = address_for(self.parameters)
-        self.steps = joined([weight.state for weight in weights], "step")
+        counters = [(weight.state, "step") for weight in weights]
+        counters += [(tally, "skipped") for tally in tallies]
+        self._counts = joined(counters).view(2, -1)
+        self.steps, self.skipped = self._counts
         self.reads = is_cpu(self.steps)
         self._everywhere = list(range(len(weights)))
-        self.skipped, self._unreported = (joined(tallies, name) for name in TALLIES)
+        self._unreported = joined([(tally, "unreported") for tally in tallies])
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
         self.is_shared = any(weight.shards is not None for weight in weights)
@@ -149,24 +162,26 @@ class WeightGroup:
         self._now = self._look()
         self._seen = [-1] * len(weights), [-1] * len(weights)
         self._changed: set[int] = set()  # places that somebody else has written to
-        self._numbers: float | Tensor = 0.0
+        self._numbers: float | Tensor | None = None  # where they may be read
 
     def _find_joint(self) -> list[int]:
-        """Return the places of weights that no single batch can judge."""
+        """Return the places of weights that no single batch can judge, and of their neighbours."""
         batches = Counter(place for batch in self.batches for place in batch.places)
-        with_rows = {weight.place for weight, _ in self._rows}
-        return [
-            weight.place
-            for weight in self.weights
-            if batches[weight.place] != 1 or weight.shards is not None or weight.place in with_rows
-        ]
+        joint = {weight.place for weight, _ in self._rows}
+        for weight in self.weights:
+            if batches[weight.place] != 1 or weight.shards is not None:
+                joint.add(weight.place)
+        for batch in self.batches:
+            batch.is_joint = not joint.isdisjoint(batch.places)
+        return sorted(joint.union(*(batch.places for batch in self.batches if batch.is_joint)))
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that a step writes except parameters, without duplicates."""
-        changed = [self.steps, self.skipped, self._unreported]
+        changed = [self._counts, self._unreported]
         changed += [whole for whole, _ in self.masters]
         for batch in self.batches:
-            changed += list(batch.state.values())
+            state = batch.state
+            changed += [state.flat] if isinstance(state, Packed) else list(state.values())
         for _, states in self._rows:
             changed += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return changed
@@ -267,7 +282,7 @@ class WeightGroup:
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
         places = list(range(len(self.weights)))
-        if self.reads and nonfinite == "skip":  # each batch judges the others
+        if nonfinite == "skip":  # each batch judges the others
             if not self._joint:
                 return
             places = self._joint
@@ -321,8 +336,11 @@ class WeightGroup:
             lr, options = 0.0, options._replace(lr=0.0)  # nothing is projected
         for whole, members in self.masters:
             follow_(whole, torch.stack([weight.local() for weight in members]))
-        self._numbers = self._next_numbers()
-        moved: set[int] = set()
+        if self.reads:
+            counts = self.steps.tolist()
+            is_one = min(counts) == max(counts)
+            self._numbers = float(counts[0] + 1.0) if is_one else self.steps + 1.0
+        moved: Moved = {}
         turning: list[Tensor] = []
         overflows: list[tuple[list[int], Tensor]] = []
         try:
@@ -340,9 +358,10 @@ class WeightGroup:
                     turning += [self.parameters[place] for place in far]
             if self._rows and self.is_due is None:
                 _move_rows(self, values, options.move_rows)
-            moved.update(range(len(self.weights)))  # even if this process has no matrices of one
+            # even if this process has no matrices of one
+            moved[None] = self._everywhere, None
         finally:
-            self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
+            self._finish(values, moved, isinstance(lr, Tensor) or lr != 0)
         if overflows:
             self._count(overflows, options.nonfinite)
         return turning
@@ -356,7 +375,7 @@ class WeightGroup:
         return numbers if places == self._everywhere else numbers[self._at(places)]
 
     def _task_for(
-        self, batch: Batch, options: StepOptions, values: list[Tensor], done: set[int]
+        self, batch: Batch, options: StepOptions, values: list[Tensor], done: Moved
     ) -> Task | None:
         """Return the step of a batch; None if none of its weights moves."""
         places, chosen = batch.places, None
@@ -365,7 +384,7 @@ class WeightGroup:
             places = [places[i] for i in chosen]
             if not chosen:
                 return None
-        number, is_due = self._number(batch, places)
+        number, is_due = _number(self, batch, places, options.rule)
         return Task(
             batch,
             options,
@@ -374,73 +393,48 @@ class WeightGroup:
             [values[place] for place in places],
             [self._grads[place] for place in places],  # type: ignore[misc]
             number,
-            None if self._ok is None else batch.of_each(self._of(self._ok, places)),
+            None
+            if self._ok is None or not batch.is_joint
+            else batch.of_each(self._of(self._ok, places)),
             is_due,
             bool(self._changed) and not self._changed.isdisjoint(places),
             done,
         )
 
-    def _next_numbers(self) -> float | Tensor:
-        """Return the number of this step for each parameter, or a single one if all are equal."""
-        if self.reads:
-            counts = self.steps.tolist()
-            if min(counts) == max(counts):
-                return float(counts[0] + 1.0)
-        return self.steps + 1.0
-
-    def _number(self, batch: Batch, places: list[int]) -> tuple[float | Tensor, bool]:
-        """Return the number of this step for a batch, and whether rounding is to be removed."""
-        if isinstance(self._numbers, float):
-            return self._numbers, _is_due(self._numbers)
-        numbers = self._of(self._numbers, places)
-        if not self.reads:
-            batch.begun += 1
-            is_due = batch.begun % _CORRECTION_PERIOD == 0
-            return batch.of_each(numbers), is_due if self.is_due is None else self.is_due
-        each = set(numbers.tolist())
-        is_due = any(map(_is_due, each))
-        return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
-
     def _count(self, overflows: list[tuple[list[int], Tensor]], nonfinite: str) -> None:
         """Count overflows; those of weights that processes share are reported by the next step."""
         counts = torch.zeros_like(self.skipped)
         for places, mask in overflows:
-            counts.index_add_(0, self._at(places), mask.view(len(places), -1).sum(dim=1))
+            lost = mask.view(len(places), -1).sum(dim=1)
+            counts.index_add_(0, self._at(places), lost.to(counts))
         some = counts > 0
         self._unreported += some & ~self._local
         self.skipped += some & self._local
         if self.reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
 
-    def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
+    def _finish(self, values: list[Tensor], done: Moved, is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        new_steps, new_skipped, ok = self._numbers, None, self._ok
-        if len(moved) < len(self.weights):
-            index = self._at(sorted(moved))
-            gained = torch.ones_like(self.steps) if ok is None else ok.to(self.steps.dtype)
-            new_steps = self.steps.index_add(0, index, gained[index])
-            if ok is not None:  # an interrupted step is counted where it was taken
-                lost = (~ok).to(self.skipped.dtype)
-                new_skipped = self.skipped.index_add(0, index, lost[index])
-        elif ok is not None:
-            new_steps = self.steps + ok
-            new_skipped = self.skipped + ~ok
-        if self.unsafe:
-            new_skipped = self.skipped.clone() if new_skipped is None else new_skipped
-            new_skipped[self.unsafe] += 1
+        moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._staying
+        if None not in done:  # interrupted: what matrices have in common is to be read again
+            for batch in self.batches:
+                batch.lagged.part(may_wait=True)
+        counts = _counted(self, moved) if self.reads else None
+        gained = None if self.reads else _gained(self, moved, done)
         written = values if is_written else []
         try:
-            self._write(written, new_steps, new_skipped)
+            self._write(written, counts)
         except BaseException:  # an interrupted write is completed
-            self._write(written, new_steps, new_skipped)
+            self._write(written, counts)
             raise
+        finally:
+            if gained is not None:  # not to be repeated
+                self._counts.add_(gained)
         if is_written:
-            self._remember_what_was_written(moved)
+            self._remember_what_was_written(moved, gained)
         self._grads = []
 
-    def _write(
-        self, values: list[Tensor], new_steps: Tensor | float, new_skipped: Tensor | None
-    ) -> None:
+    def _write(self, values: list[Tensor], counts: Tensor | float | None) -> None:
         """Write ``values``, if there are any, into their parameters; can be repeated."""
         for whole, members in self.masters if values else ():
             if members[0].shards is None:
@@ -449,25 +443,82 @@ class WeightGroup:
             for weight, value in zip(self.weights, values, strict=False):
                 if weight.shards is not None and weight.place not in self._staying:
                     weight.shards.write(weight.parameter, value)
-        if isinstance(new_steps, float):
-            self.steps.fill_(new_steps)
-        else:
-            self.steps.copy_(new_steps)
-        if new_skipped is not None:
-            self.skipped.copy_(new_skipped)
+        if isinstance(counts, float):
+            self.steps.fill_(counts)
+        elif counts is not None:
+            self._counts.copy_(counts)
 
-    def _remember_what_was_written(self, moved: set[int]) -> None:
+    def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
         earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
         staying = self._staying
         if len(moved) < len(self.weights):
             staying = staying | set(range(len(self.weights))).difference(moved)
         # the look has waited already
-        if self._ok is not None and self._changed and has_values(self._ok):
-            staying = staying | {place for place in self._changed if not self._ok[place]}
+        if gained is not None and self._changed and has_values(gained):
+            taken = gained[0].tolist()
+            staying = staying | {place for place in self._changed if not taken[place]}
         for place in staying:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
+
+
+def _number(
+    weights: WeightGroup, batch: Batch, places: list[int], rule: Any
+) -> tuple[float | Tensor, bool]:
+    """Return the number of this step for a batch, and whether rounding is to be removed.
+
+    Off a CPU it is a number of the host if all of the batch have it in common, and the host will
+    learn of one that stays: by the bound of its step.
+    """
+    if isinstance(weights._numbers, float):
+        return weights._numbers, _is_due(weights._numbers)
+    if weights._numbers is None:
+        batch.begun += 1
+        is_due = batch.begun % _CORRECTION_PERIOD == 0
+        is_due = is_due if weights.is_due is None else weights.is_due
+        is_told = batch.bounded_by is rule and not batch.is_joint and places == batch.places
+        reader, steps = reader_for(weights.steps, batch.lagged), weights._of(weights.steps, places)
+        if not is_told:
+            batch.lagged.part(may_wait=batch.is_new)
+        same = reader.same("step", steps) if is_told else None
+        if same is None:
+            return batch.of_each(steps + 1.0), is_due
+        reader.keep("step", same + 1.0)
+        return same + 1.0, is_due
+    numbers = weights._of(weights._numbers, places)
+    each = set(numbers.tolist())
+    is_due = any(map(_is_due, each))
+    return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
+
+
+def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
+    """Return the counts of steps, taken and skipped, after this one."""
+    numbers = weights._numbers
+    if isinstance(numbers, float) and len(moved) == len(weights.weights):
+        return numbers
+    counts = weights._counts.clone()
+    counts[0, weights._at(sorted(moved))] += 1
+    counts[1, weights.unsafe] += 1
+    return counts
+
+
+def _gained(weights: WeightGroup, moved: set[int], done: Moved) -> Tensor:
+    """Return which steps were taken, and which were skipped, ``(2, weights)``; nobody waits."""
+    verdicts = [(places, ok) for places, ok in done.values() if ok is not None]
+    if weights._ok is not None:
+        places = [place for place in weights._joint if place in moved]
+        verdicts.append((places, weights._of(weights._ok, places)))
+    kinds = numbers_on(weights.steps, 0.0, 1.0).unsqueeze(-1)
+    if len(verdicts) == 1 and verdicts[0][0] == weights._everywhere:
+        return verdicts[0][1] != kinds
+    present = torch.zeros_like(weights.steps)
+    present.index_fill_(0, weights._at(sorted(moved)), 1.0)
+    if not verdicts:
+        return present * (1 - kinds)
+    index = weights._at(list(itertools.chain(*(places for places, _ in verdicts))))
+    taken = present.index_copy(0, index, torch.cat([ok for _, ok in verdicts]).to(present))
+    return (taken != kinds) & (present != 0)
 
 
 def _is_due(number: float) -> bool:

@@ -76,7 +76,7 @@ class Records:
         for parameters in devices.values():
             tallies = torch.stack([self._tallies[parameter]["skipped"] for parameter in parameters])
             counts |= zip(parameters, tallies.tolist(), strict=True)
-        return {parameter: count for parameter, count in counts.items() if count}
+        return {parameter: int(count) for parameter, count in counts.items() if count}
 
     def keep_only(self, parameters: list[Tensor]) -> None:
         """Forget every other parameter."""

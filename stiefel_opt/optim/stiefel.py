@@ -38,9 +38,9 @@ from stiefel_opt.tags.manifold import Stiefel
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
 U_STATE: Final = State(NORMAL, symmetry="normal")
 _UNPROJECTED: Final = (
-    State(UNPROJECTED, tall_only=True),
     State(OVERLAP, "mm", tall_only=True),
     State(FACTOR, "mm", start="I", tall_only=True),
+    State(UNPROJECTED, tall_only=True),
 )
 _GROWTH: Final = State(GROWTH, "1", dtype="real", least=-1.0)
 SECOND_MOMENTS: Final = (
@@ -102,9 +102,11 @@ class StiefelSGD(Flows, SGDLike):
             than 2e13 in float32: "skip" keeps its point, momentum and step while the others move,
             warns, and counts in :meth:`skipped_steps`; "raise" stops before anything has moved, and
             waits for the device; "ignore" looks at nothing. On an accelerator the warning of "skip"
-            waits for :meth:`state_dict`. A matrix whose step overflows although its gradient is
-            safe, as with a momentum of 1 or more, stays and starts its momentum again while the
-            others move; then "skip" warns and "raise" raises. That is seen on a CPU only.
+            waits for :meth:`state_dict`, and from the second step on the step itself is judged: a
+            parameter stays, with its state, where its step is not finite or above 4e9 rad in
+            float32. A matrix whose step overflows on a CPU although its gradient is safe, as with
+            a momentum of 1 or more, stays and starts its momentum again while the others move;
+            then "skip" warns and "raise" raises.
         stiefel: Default of the groups: None reads the tags, True constrains every parameter, False
             none, a :class:`Stiefel` reads every parameter so. A group's own key overrides it.
         cuda_graph: Whether steps of constrained parameters on a GPU are captured as CUDA graphs and
@@ -163,7 +165,7 @@ class StiefelSGD(Flows, SGDLike):
             return ()
         if group["nesterov"]:
             return Z_STATE, U_STATE
-        return (Z_STATE, *_UNPROJECTED[: 3 - (group["transport"] == "projected")])
+        return Z_STATE, *_UNPROJECTED[:: 2 if group["transport"] == "projected" else 1]
 
     @override
     def rule_for(self, group: Group) -> Rule:
@@ -204,7 +206,8 @@ class StiefelAdam(Flows, AdamLike):
     Args:
         params: Parameters, named parameters or groups, as in torch.
         lr: Learning rate, a number or a tensor.
-        betas, eps, amsgrad, maximize: As in ``torch.optim.Adam``, for both kinds.
+        betas, eps, amsgrad, maximize: As in ``torch.optim.Adam``, for both kinds. On an accelerator
+            the host learns of a skipped step one or two late, and counts it in t for so long.
         weight_decay, decoupled_weight_decay: For plain parameters: ``torch.optim.Adam`` or, with
             ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
         foreach, fused, capturable: For plain parameters, as in torch.

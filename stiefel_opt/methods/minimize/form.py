@@ -10,7 +10,15 @@ from torch import Tensor
 
 from stiefel_opt.errors import HALF, fail
 from stiefel_opt.numerics import orientation
-from stiefel_opt.tags import Stiefel, manifold_of, nearest, random_point, reading_of
+from stiefel_opt.tags import (
+    Stiefel,
+    manifold_of,
+    nearest,
+    random_point,
+    reading_of,
+    turned_over,
+    warn_of_component,
+)
 
 
 class Form:
@@ -114,4 +122,5 @@ def _start(tensor: Tensor, reading: Stiefel | None, name: str) -> Tensor:
     if reading is None:
         return value
     point = nearest(value, reading, name)
+    warn_of_component(turned_over(name, tensor, reading))
     return value if point is None else point
