@@ -74,7 +74,8 @@ class Form:
         """Return the reading that is given for each tensor, None where there is none."""
         if self.kind is None or manifold is None:
             return [manifold] * count
-        if not isinstance(manifold, (tuple, list) if self.keys is None else Mapping):
+        is_alike = isinstance(manifold, (tuple, list) if self.keys is None else Mapping)
+        if not is_alike:
             condition = f"be a {self.kind.__name__} of readings, as the start is of tensors"
             remedy = "None in it is for unconstrained tensors"
             raise TypeError(fail("manifold", condition, type(manifold).__name__, remedy))
