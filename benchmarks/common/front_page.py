@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+AT_EQUAL_STEPS = "cifar10, 3,000 steps, 32 channels"  # a row of certified.json
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -26,9 +27,9 @@ def cell(name: str, table: str, row: tuple[str, ...], column: str) -> str:
     return found[header.index(column)]
 
 
-def demo_error(method: str, rate: str) -> str:
-    demo = content("demo")
-    return f"{statistics.fmean(demo['errors'][method][demo['rates'].index(float(rate))]):.1f}"
+def least_error(method: str) -> str:
+    """The mean test error of the demo at the best of its learning rates."""
+    return f"{min(map(statistics.fmean, content('demo')['errors'][method])):.1f}"
 
 
 def mean(text: str) -> str:
@@ -36,83 +37,99 @@ def mean(text: str) -> str:
     return text.split(" ± ")[0]
 
 
+def figures() -> dict[str, str]:
+    """What the rows below say, by a name."""
+    found = {
+        name: mean(cell("certified", "runs", (AT_EQUAL_STEPS, network), "36/255"))
+        for name, network in (
+            ("certified", "rotation, shift, rotation"),
+            ("torchlip", "deel-torchlip"),
+            ("AOC", "orthogonium, AOC"),
+        )
+    }
+    found |= {method: least_error(method) for method in ("StiefelAdamW", "AdamW", "NAdam")}
+    layer = "torch_orthogonal", "summary", ("2048 x 16",)
+    found["ms"] = cell(*layer, "so.constrain, StiefelAdamW")
+    found["torch ms"] = cell(*layer, "torch, its default")
+    for name, method in (
+        ("recalled", "constrained, StiefelAdam"),
+        ("recalled without", "unconstrained, same initialisation"),
+    ):
+        found[name] = cell("why", "copying", (method, "100"), "% right there (seeds)").split()[0]
+    found["evaluations"] = f"{content('minimize')['median']['evaluations']:.2f}"
+    for how in ("Hadamard", "as loaded"):
+        rounded = cell("rotated_weights", "rows", (f"W4 A4, {how}",), "GPTQ, groups of 32")
+        found[how] = f"{float(mean(rounded)):,.0f}"
+    for adapter in ("StelLA", "LoRA"):
+        found[adapter] = mean(cell("adapters", "topics", (adapter,), "perplexity, topics"))
+    pairs = "prw_pot", "pairs"
+    for name, solver in (("gap", "ours"), ("POT", "POT, 500 steps")):
+        found[name] = cell(*pairs, ("45 of digits", solver), "Gap %")
+    found["share"] = cell(*pairs, ("45 of digits", "ours"), "Of POT's")
+    return found
+
+
+def ratio_of(network: str) -> str:
+    """Test loss over that of the better of AdamW and NAdam, each at its best learning rate."""
+    return cell("when_to_constrain", "advice", (network,), "ratio").split(" / ")[1]
+
+
 def use() -> list[tuple[str, str, str]]:
     """What a reader has, what to use, and what it gives, with a link to the whole table."""
-    advice = "when_to_constrain", "advice"
-    ratio = cell(*advice, ("perceptron, MNIST",), "ratio").split(" / ")[1]
-    shapes = "torch_orthogonal", "summary", ("2048 x 16",)
-    ours, theirs = (
-        cell(*shapes, name) for name in ("so.constrain, StiefelAdamW", "torch, its default")
-    )
-    recalled = [
-        cell("why", "copying", (method, "100"), "% right there (seeds)").split()[0]
-        for method in ("constrained, StiefelAdam", "unconstrained, same initialisation")
-    ]
-    certified = [
-        mean(cell("certified", "runs", ("cifar10, 60 s", network), "36/255"))
-        for network in ("ShiftConv2d", "deel-torchlip", "orthogonium, AOC")
-    ]
-    evaluations = f"{content('minimize')['median']['evaluations']:.2f}"
-    rounded = [
-        float(mean(cell("rotated_weights", "rows", (f"W4 A4, {how}",), "GPTQ, groups of 32")))
-        for how in ("Hadamard", "as loaded")
-    ]
-    adapters = [
-        mean(cell("adapters", "topics", (adapter,), "perplexity, topics"))
-        for adapter in ("StelLA", "LoRA")
-    ]
-    pairs = "prw_pot", "pairs"
-    gap, share = (cell(*pairs, ("45 of digits", "ours"), name) for name in ("Gap %", "Of POT's"))
-    pots = cell(*pairs, ("45 of digits", "POT, 500 steps"), "Gap %")
-    demo = [demo_error(method, "0.03") for method in ("StiefelAdamW", "AdamW")]
+    of = figures()
     return [
         (
             "a training loop with Adam or SGD",
             "`so.constrain(layer, learn_scale=True)`, `so.StiefelAdam`",
-            f"a perceptron: [{ratio} of the test loss](docs/choosing.md#should-i-constrain-it)",
+            f"a perceptron, MNIST: [{ratio_of('perceptron, MNIST')} of the test loss]"
+            "(docs/choosing.md#should-i-constrain-it)",
         ),
         (
-            "a transformer",
+            "a transformer (torch, timm, transformers)",
             "`so.constrain_transformer(model)`, `so.StiefelAdamW`",
-            f"test error {demo[0]} %, AdamW {demo[1]} %, at a learning rate of 0.03 (`make demo`)",
+            "`make demo`, best learning rates: test error {StiefelAdamW} %, NAdam {NAdam}, "
+            "AdamW {AdamW}".format_map(of),
         ),
         (
             "`parametrizations.orthogonal` of torch",
             "[`so.compat.orthogonal`](docs/doors.md) or `so.constrain`",
-            f"2048 x 16: [{ours} ms a step, torch {theirs}](docs/doors.md#beside-torch)",
+            "2048 x 16: [{ms} ms a step, torch {torch ms}](docs/doors.md#beside-torch)".format_map(
+                of
+            ),
         ),
         (
             "a recurrent network that must remember",
             "`so.nn.OrthogonalRNN`",
-            f"[{recalled[0]} % recalled, unconstrained {recalled[1]} %](docs/why.md#memory)",
+            "digits after 100 steps: [{recalled} % right, unconstrained {recalled without} %]"
+            "(docs/why.md#memory)".format_map(of),
         ),
         (
             "a network with a certified bound",
             "`so.nn.ShiftConv2d`, `so.lipschitz_bound`",
-            f"[{certified[0]} % certified](docs/certified.md#measured), other packages "
-            f"{certified[1]} and {certified[2]} %",
+            "CIFAR-10 at 36/255: [{certified} % certified](docs/certified.md#measured), "
+            "orthogonium {AOC}, deel-torchlip {torchlip}".format_map(of),
         ),
         (
             "PCA, Procrustes, a rotation (det +1)",
             "[`so.minimize`, `so.polar(A, determinant=1)`](docs/problems.md)",
-            f"[{evaluations} of the evaluations](docs/lbfgs.md) of pymanopt",
+            "[{evaluations} of the evaluations](docs/lbfgs.md) of pymanopt".format_map(of),
         ),
         (
             "samples to compare (optimal transport)",
             "[`so.ot`](docs/transport.md)",
-            f"45 pairs of digits: [{gap} % from the best, POT {pots} %, in {share} of its time]"
-            "(docs/transport.md#beside-pot)",
+            "45 pairs of digits: [{gap} % from the best, POT {POT} %, in {share} of its time]"
+            "(docs/transport.md#beside-pot)".format_map(of),
         ),
         (
             "a language model to be rounded",
             "[`so.rotations`](docs/rotations.md)",
-            f"four bits: [perplexity {rounded[0]:.0f}, not rotated {rounded[1]:,.0f}]"
-            "(docs/rotations.md#for-which-bits)",
+            "four bits: [perplexity {Hadamard}, not rotated {as loaded}]"
+            "(docs/rotations.md#for-which-bits)".format_map(of),
         ),
         (
             "LoRA",
-            "[`so.StellaConfig`](docs/adapters.md)",
-            f"no gain: perplexity {adapters[0]}, LoRA {adapters[1]}",
+            "keep it; [adapters](docs/adapters.md) with orthonormal factors",
+            "no gain: perplexity {StelLA}, LoRA {LoRA}".format_map(of),
         ),
     ]
 
@@ -131,26 +148,9 @@ def cost() -> list[tuple[str, ...]]:
     return rows
 
 
-def ratio_of(network: str) -> str:
-    """Test loss over that of the better of AdamW and NAdam, each at its best learning rate."""
-    return cell("when_to_constrain", "advice", (network,), "ratio").split(" / ")[1]
-
-
 def questions() -> list[tuple[str, str, str]]:
     """The questions that decide, in order: the first yes counts."""
-    shape = "torch_orthogonal", "summary", ("2048 x 16",)
-    tag, torchs = (
-        cell(*shape, name) for name in ("so.constrain, StiefelAdamW", "torch, its default")
-    )
-    evaluations = f"{content('minimize')['median']['evaluations']:.2f}"
-    adapters = [
-        mean(cell("adapters", "topics", (adapter,), "perplexity, topics"))
-        for adapter in ("StelLA", "LoRA")
-    ]
-    shift, other = (
-        mean(cell("certified", "runs", ("cifar10, 60 s", network), "36/255"))
-        for network in ("ShiftConv2d", "deel-torchlip")
-    )
+    known = figures()
     of = {name: ratio_of(name) for name in (
         "ViT, all matrices", "character transformer", "tanh RNN, rows", "GRU, rows",
         "LSTM, characters", "residual, no norm", "residual, post-norm", "perceptron, MNIST",
@@ -160,22 +160,22 @@ def questions() -> list[tuple[str, str, str]]:
         (
             "1. Does the problem ask for orthonormal columns (PCA, alignment, transport)?",
             "`so.minimize(loss, (n, m))`",
-            f"[{evaluations} of the evaluations](lbfgs.md) of pymanopt",
+            f"[{known['evaluations']} of the evaluations](lbfgs.md) of pymanopt",
         ),
         (
             "2. Do you have torch's `orthogonal`?",
             "`so.constrain(layer)`, or [change the import](doors.md)",
-            f"2048 x 16: [{tag} ms, torch {torchs}](doors.md#beside-torch)",
+            f"2048 x 16: [{known['ms']} ms, torch {known['torch ms']}](doors.md#beside-torch)",
         ),
         (
             "3. Is the model pretrained?",
             "no; [adapters](adapters.md): LoRA",
-            f"perplexity {adapters[1]}, with orthonormal factors {adapters[0]}",
+            f"perplexity {known['LoRA']}, with orthonormal factors {known['StelLA']}",
         ),
         (
             "4. Must a bound be proved?",
             "`so.nn.ShiftConv2d(c, d)`, [certified networks](certified.md)",
-            f"{shift} % certified, deel-torchlip {other} %",
+            f"{known['certified']} % certified, orthogonium {known['AOC']} %",
         ),
         (
             "5. Is it a transformer?",

@@ -324,7 +324,9 @@ class _Separation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         point, other, tangent, speed, length = ctx.saved_tensors
-        scale = torch.where(length > 0, grads[0] / length, 0.0)[..., None, None]
+        # a shorter one is rounding, and its direction, too
+        least = 16 * torch.finfo(length.dtype).eps * math.sqrt(point.size(-2))
+        scale = torch.where(length > least, grads[0] / length, 0.0)[..., None, None]
 
         def lowered(at: Tensor, vector: Tensor) -> Tensor:
             lower: Tensor = vector - (1 - ctx.beta) * at @ (at.mH @ vector)

@@ -45,6 +45,7 @@ from stiefel_opt.numerics.geometry import (
     FAR,
     gram_error,
     identity_error,
+    orientation,
     orthonormality_tolerance,
     polar_factor,
 )
@@ -168,6 +169,7 @@ class Batch:
         self.state = stack.state_of(slice(low, low + count))  # views
         self.scale = self.blocks[0].reading.scale  # of a learned one the start
         self.learns_scale = self.blocks[0].reading.learn_scale
+        self.determinant = self.blocks[0].reading.determinant
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.is_new = True  # nobody has looked at what the rule returns
@@ -583,6 +585,8 @@ def _on_manifold(
     (gram,) = sums((point, point))
     error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
+    if batch.determinant is not None and task.is_changed and sums.are_local:
+        _warn_of_sign(point[error <= 10 * tolerance], batch.determinant)
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
         if is_due or worst > tolerance or _is_stale(state, fixed, sums):
@@ -592,9 +596,9 @@ def _on_manifold(
     if sums.are_local:  # X'X may overflow where X does not
         off &= are_finite(point)
     point = point.clone()
-    project = polar_factor
+    project = partial(polar_factor, determinant=batch.determinant)
     if sums.row_sum is not None:
-        project = partial(sums.row_sum.with_all_rows, polar_factor)  # type: ignore[attr-defined]
+        project = partial(sums.row_sum.with_all_rows, project)  # type: ignore[attr-defined]
     if bool(off.any()):
         point[off] = project(point[off])
     return (*correct(point, state, sums), True)
@@ -686,6 +690,18 @@ def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
         warnings.warn(
             f"{_called(rule)} returned points that are off the manifold, |X'X - I| = {error:.0e}; "
             "let it end with stiefel_opt.functional.retract",
+            stacklevel=users_level(),
+        )
+
+
+def _warn_of_sign(points: Tensor, determinant: int) -> None:
+    """Warn of orthonormal weights with the other determinant than their reading: they keep it."""
+    wrong = orientation(points) * determinant < 0
+    if bool(wrong.any()):
+        warnings.warn(
+            f"weights of shape {tuple(points.shape[1:])}, {int(wrong.sum())} of them, have the "
+            f"other determinant than {determinant:+d}, which no step changes; so.project_(model) "
+            "takes the nearest point of that sign",
             stacklevel=users_level(),
         )
 

@@ -47,6 +47,14 @@ class Reflections(TCWY):
         """Return None: the sign of the last column makes up for it."""
 
     @override
+    def component(self) -> Tensor | None:
+        phases: Tensor | None = self.phases
+        if phases is None or phases.is_complex():
+            return None
+        signs: Tensor = phases.prod(-1) * (-1) ** phases.size(-1)
+        return signs
+
+    @override
     def get_extra_state(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device="cpu")
 

@@ -63,7 +63,10 @@ class Parametrization(nn.Module):
         self.manifold = manifold
         self.generator = generator
         self.shape: torch.Size | None = None
-        self.is_turned = False  # the last row is negated, for the determinant of the manifold
+        # Where there is one the last row is negated, for the determinant of the manifold. A buffer:
+        # the same free tensors are another weight without it.
+        self.turned: Tensor | None
+        self.register_buffer("turned", None)
         self.dtype: torch.dtype | None = None  # of the weight
         for name in self.buffer_names:
             self.register_buffer(name, None)
@@ -84,6 +87,10 @@ class Parametrization(nn.Module):
 
     def determinant(self, n: int) -> int | None:  # noqa: ARG002
         """Return the determinant of real n x n matrices that are reached; None: 1 and -1."""
+        return None
+
+    def component(self) -> Tensor | None:
+        """Return the signs of the determinants that the buffers choose; None: they do not."""
         return None
 
     def start(self, point: Tensor) -> Free:
@@ -116,7 +123,7 @@ class Parametrization(nn.Module):
         point = self.point(*free)
         if self.shape is None:
             return point
-        if self.is_turned:
+        if self.turned is not None:
             point = _turned(point)
         if self.manifold.scale != 1.0:
             point = self.manifold.scale * point
@@ -142,9 +149,9 @@ class Parametrization(nn.Module):
         if bool(off.any()):
             matrices = polar_factor(matrices, wanted)
         reached = None if wanted is None else self.determinant(n)
-        self.is_turned = reached is not None and reached != wanted
-        if self.is_turned:
+        if reached is not None and reached != wanted:
             matrices = _turned(matrices)
+            self.turned = torch.ones((), dtype=torch.bool, device=weight.device)
         free: Free = _cast(self.start(matrices), weight.dtype)
         self.shape, self.dtype, self.generator = weight.shape, weight.dtype, None
         for name, buffer in self.named_buffers():
@@ -154,7 +161,7 @@ class Parametrization(nn.Module):
 
     @override
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Load the buffers; name the remedy where another package's parametrization was saved."""
+        """Load the buffers; name the remedy where another parametrization was saved."""
         own = _shapes(self.state_dict(prefix=prefix), prefix)
         given = _shapes(state_dict, prefix)
         original = prefix[: -len("0.")] + "original"
@@ -163,6 +170,16 @@ class Parametrization(nn.Module):
             text = f"`{original}` is that of another parametrization than {type(self).__name__}"
             messages.append(f"{text}: {PARAMETRIZED}")
         super()._load_from_state_dict(state_dict, prefix, *others)
+        (_, strict, *_, messages) = others
+        is_turned, was_turned = self.turned is not None, f"{prefix}turned" in state_dict
+        is_other = is_turned != was_turned and (was_turned or strict)
+        wanted, reached = self.manifold.determinant, self.component()
+        if wanted is not None and reached is not None and has_values(reached):
+            is_other |= bool((reached * wanted * (-1 if is_turned else 1) < 0).any())
+        if is_other:
+            condition = f"have the determinant of this map, determinant={wanted}, to be loaded"
+            remedy = "parametrize by the `determinant` with which it was saved"
+            messages.append(fail(original, condition, "the other one", remedy))
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -186,7 +203,7 @@ class Parametrization(nn.Module):
         if wanted is not None and bool((orientation(matrices) * wanted < 0).any()):
             condition = f"have determinant {wanted:+d} to be assigned"
             raise ValueError(fail("weight", condition, "the other one"))
-        if self.is_turned:
+        if self.turned is not None:
             matrices = _turned(matrices)
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
         if (inverse := self.free(matrices)) is None:

@@ -29,6 +29,7 @@ from stiefel_opt.numerics import (
     full_precision,
     gram_error,
     newton_schulz,
+    orientation,
     orthonormality_tolerance,
     polar_factor,
     principal_logarithm,
@@ -186,6 +187,12 @@ class _Based(Parametrization):
         """Make ``point`` the base."""
         self._set_buffer("base", point.clone(memory_format=torch.contiguous_format))
         return torch.zeros_like(point)
+
+    @override
+    def component(self) -> Tensor | None:
+        base = self.base
+        is_square = base is not None and base.size(-2) == base.size(-1) and not base.is_complex()
+        return orientation(base) if is_square else None  # type: ignore[arg-type]
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -391,6 +398,10 @@ class ScaledCayley(Parametrization):
     @override
     def determinant(self, n: int) -> int | None:
         return None if self.negative is None else (-1) ** self.negative
+
+    @override
+    def component(self) -> Tensor | None:
+        return None if self.signs is None else self.signs.prod(-1)
 
     @override
     def point(self, *free: Tensor) -> Tensor:

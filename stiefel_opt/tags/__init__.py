@@ -37,6 +37,8 @@ from stiefel_opt.tags.report import orthonormality_error as orthonormality_error
 from stiefel_opt.tags.report import scales_of as scales_of
 from stiefel_opt.tags.report import table as table
 from stiefel_opt.tags.trained import check_start as check_start
+from stiefel_opt.tags.trained import turned_over as turned_over
+from stiefel_opt.tags.trained import warn_of_component as warn_of_component
 from stiefel_opt.tags.uses import check_use as check_use
 from stiefel_opt.tags.watch import PROJECTS as PROJECTS
 from stiefel_opt.tags.watch import has_left as has_left

@@ -14,6 +14,7 @@ from stiefel_opt import compat
 SIGNS = [1, -1]
 F64 = torch.float64
 MAPS = ["tcwy", "cwy", "householder", "matrix_exp", "cayley", "trivialization"]
+SQUARE_RULES = [so.StiefelSGD, so.StiefelAdam, so.StiefelMuon, so.CayleySGD, so.ProjectedRGD]
 READINGS = [  # stored shape, reading: several square matrices each
     ((4, 4), {}),
     ((3, 2, 5, 5), {}),
@@ -111,6 +112,34 @@ def test_tagged_layers_have_it_and_every_optimizer_keeps_it(sign, dtype):
 
 
 @pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("kind", SQUARE_RULES, ids=lambda kind: kind.__name__)
+def test_the_first_step_projects_to_it(kind, sign):
+    value = torch.diag(torch.tensor([2.0, 2.0, -2.0 * sign]))
+    parameter = so.ManifoldParameter(value, so.Stiefel(determinant=sign), project=False)
+    layer = so.constrain(layer_of(value), determinant=sign, project=False)
+    optimizer = kind([parameter, layer.weight], lr=0.01)
+    for weight in (parameter, layer.weight):
+        weight.grad = gaussian(3, 3, dtype=torch.float32)
+    optimizer.step()
+    for weight in (parameter, layer.weight):
+        assert float(torch.linalg.det(weight.detach())) == pytest.approx(sign, abs=1e-5)
+
+
+def test_a_step_tells_of_orthonormal_weights_of_the_other_sign():
+    """No module has a record of it, so that loading passes unseen."""
+    module = nn.Module()
+    module.weight = so.ManifoldParameter(torch.eye(3), so.Stiefel(determinant=1))
+    optimizer = so.StiefelAdam(module.parameters(), lr=0.01)
+    module.load_state_dict({"weight": -torch.eye(3)})
+    module.weight.grad = gaussian(3, 3, dtype=torch.float32)
+    with pytest.warns(UserWarning, match=r"other determinant than \+1.*project_"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # once
+
+
+@pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize(
     "name", ["tcwy", "cwy", "householder", "matrix_exp", "cayley", "trivialization"]
@@ -183,6 +212,35 @@ def test_loaded_values_of_the_other_sign_are_told_of():
         so.project_(layer)
     assert determinants(layer.weight, layer.weight.manifold).item() == pytest.approx(1)
     layer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "saved", "into"),
+    [
+        (compat.orthogonal, 4, 1, -1),
+        (compat.orthogonal, 4, -1, 1),
+        (so.orthogonal, 4, 1, -1),
+        (so.orthogonal, 4, -1, None),
+        (so.orthogonal, 3, None, 1),
+    ],
+)
+def test_maps_refuse_a_state_of_the_other_sign(make, size, saved, into):
+    state = make(layer_of(gaussian(size, size)), determinant=saved).state_dict()
+    other = make(layer_of(gaussian(size, size)), determinant=into)
+    message = rf"must have the determinant of this map, determinant={into}, .* the other one"
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict(state)
+    make(layer_of(gaussian(size, size)), determinant=saved).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["matrix_exp", "cayley", "householder"])
+def test_torchs_signature_refuses_a_state_of_the_other_sign(name):
+    state, other = (
+        compat.orthogonal(layer_of(gaussian(4, 4)), orthogonal_map=name, determinant=sign)
+        for sign in SIGNS
+    )
+    with pytest.raises(RuntimeError, match="the other one"):
+        other.load_state_dict(state.state_dict())
 
 
 def test_an_orthonormal_weight_that_a_map_does_not_reach_is_told_of():
