@@ -74,7 +74,7 @@ def test_the_two_commands_stand_at_the_top() -> None:
 
 
 def test_there_is_something_to_run() -> None:
-    assert README.count("```python") == len(BLOCKS) == 2
+    assert README.count("```python") == len(BLOCKS) == 3
     assert sum(block.values[2] is not None for block in BLOCKS) == 1
 
 
