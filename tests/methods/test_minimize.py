@@ -1,6 +1,7 @@
 """so.minimize: known minima, several starts and points, saddles, and what it refuses."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -90,6 +91,13 @@ def test_starts_keep_to_a_determinant_that_is_asked_for(sign, batched):
     result = so.minimize(loss, (3, 3), reading, **options)
     assert result.component == sign
     assert result.fun == pytest.approx(-3.0 if sign == 1 else -1.0, abs=1e-5)
+
+
+def test_a_start_of_the_other_component_is_told_of():
+    reflection = so.random_point(4, 4, manifold=so.Stiefel(determinant=-1), dtype=F64)
+    with pytest.warns(UserWarning, match="`start` had the other determinant"):
+        result = so.minimize(linear, reflection, so.Stiefel(determinant=1))
+    assert result.component == 1
 
 
 def test_starts_at_once_are_those_one_after_the_other():
@@ -225,6 +233,38 @@ def test_trials_that_are_not_finite_count_as_uphill():
     assert "not finite at the start" in lost.message
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("from_call", [2, 4, 10])
+def test_a_loss_that_is_lost_on_the_way_leaves_the_best_point(from_call, batched):
+    matrix, calls = symmetric(8), 0
+
+    def loss(x):
+        nonlocal calls
+        calls += 1
+        return -(x * (matrix @ x)).sum((-2, -1)) * (torch.nan if calls >= from_call else 1.0)
+
+    options = {"batched_loss": batched, "generator": generator()}
+    start = so.random_point(8, 2, generator=generator(1), dtype=F64)
+    result = so.minimize(loss, start, **options)
+    assert not result.success
+    assert "not finite any more" in result.message
+    assert math.isfinite(result.fun)
+    assert result.fun == pytest.approx(-float((result.x * (matrix @ result.x)).sum()))
+    assert so.orthonormality_error(result.x) < 1e-14
+
+
+def test_a_start_whose_loss_is_not_finite_leaves_the_others_alone():
+    def loss(x):
+        values = (x - torch.eye(3, 2, dtype=F64)).square().sum((-2, -1))
+        return torch.cat([values[:1] * torch.nan, values[1:]])
+
+    shape, options = (3, 2), {"generator": generator()}
+    start = so.random_point(*shape, generator=generator(1), dtype=F64)
+    result = so.minimize(loss, start, starts=3, batched_loss=True, **options)
+    assert result.success
+    assert result.fun < 1e-12
+
+
 def test_it_takes_about_as_many_evaluations_as_the_optimizer():
     matrix = symmetric(100)
     best = -float(torch.linalg.eigvalsh(matrix)[-4:].sum())
@@ -287,6 +327,9 @@ def test_vectors_are_carried_at_once_as_one_by_one(reading, dtype):
             torch.testing.assert_close(carried[:, index], alone, rtol=1e-12, atol=1e-12)
 
 
+EYE = torch.eye(3, 2)
+
+
 def linear(x):
     return x.sum()
 
@@ -314,6 +357,42 @@ def linear(x):
             lambda: so.minimize(linear, (torch.ones(2, 2), torch.ones(2)), (None,)),
             ValueError,
             "one reading for each of 2 tensors",
+        ),
+        (
+            lambda: so.minimize(linear, {"left": EYE}, {"lfet": so.Stiefel()}),
+            ValueError,
+            r"`manifold` must have keys of \['left'\], got \['lfet'\]",
+        ),
+        (
+            lambda: so.minimize(linear, (EYE, EYE)),
+            ValueError,
+            "`manifold` must be given for several tensors of which none is tagged",
+        ),
+        (
+            lambda: so.minimize(linear, (EYE, EYE), so.Stiefel()),
+            TypeError,
+            "`manifold` must be a tuple of readings, as the start is of tensors, got Stiefel",
+        ),
+        (
+            lambda: so.minimize(linear, {"a": EYE}, (so.Stiefel(),)),
+            TypeError,
+            "`manifold` must be a dict of readings",
+        ),
+        (lambda: so.minimize(linear, {}), ValueError, "`start` must have at least one tensor"),
+        (
+            lambda: so.minimize(linear, (EYE, EYE.long()), (so.Stiefel(), None)),
+            TypeError,
+            "`start 1` must have a floating-point dtype",
+        ),
+        (
+            lambda: so.minimize(linear, {"a": EYE, "b": (3,)}, {"a": so.Stiefel()}),
+            ValueError,
+            "`start 'b'` must be a tensor where it is unconstrained",
+        ),
+        (
+            lambda: so.minimize(linear, {"a": EYE, "b": 3}, {"a": so.Stiefel()}),
+            TypeError,
+            "`start 'b'` must be a tensor, sizes of one",
         ),
     ],
 )

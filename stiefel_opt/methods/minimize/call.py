@@ -41,7 +41,8 @@ def minimize(
         start_or_shape: A tensor, which becomes the nearest point, the sizes of one that is drawn at
             random, or a tuple, list or dict of tensors.
         manifold: The reading. Default: the tag, else ``Stiefel()``. Of several tensors in the same
-            form, with None for unconstrained ones. Default: their tags.
+            form, with None for unconstrained ones. Default: their tags, of which one at least is
+            needed.
         starts: How often. The first start is the given one; the others are uniformly distributed,
             and alternate between both components of a real square matrix without a
             ``determinant``. Unconstrained tensors start as given. Default: 1.
@@ -50,7 +51,7 @@ def minimize(
         tolerance: A start ends where the norm of the Riemannian gradient is below this, times the
             largest norm of a Euclidean gradient so far. Default: the root of the rounding error of
             the dtype, 1.5e-8 in float64.
-        max_evaluations: Of each start. Default: 1000.
+        max_evaluations: Of each start; the line search may end with one more. Default: 1000.
         callback: Called after each iteration with a :class:`Minimum` of this start; StopIteration
             ends it. Default: none.
         progress: Show a bar of tqdm, which must be installed. Default: False.
@@ -59,8 +60,8 @@ def minimize(
     Returns: The :class:`Minimum`. At a start whose gradient is zero, a saddle perhaps, a small
         random move is tried once, and the message says so.
     Raises:
-        ValueError: for a start that is not finite or cannot be read so, a loss that returns other
-            shapes, and options that cannot be.
+        ValueError: for a start that is not finite or cannot be read so, keys or numbers of readings
+            that do not fit, a loss that returns other shapes, and options that cannot be.
         TypeError: for tensors of half precision, of several dtypes, and arguments of other types.
 
     Note: An evaluation, with its backward pass, and about 12 products of n x m by m x m; an

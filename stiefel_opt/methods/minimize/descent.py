@@ -28,6 +28,7 @@ _ROUNDING: Final = "no lower loss was found along the negative gradient: roundin
 _SPENT: Final = "max_evaluations is reached"
 _STOPPED: Final = "the callback stopped it"
 _LOST: Final = "the loss or its gradient is not finite at the start"
+_LATER: Final = "the loss or its gradient is not finite any more, even at the best point"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,9 @@ class Descent:
                     direction = torch.where(bad.unsqueeze(1), -gradient, direction)
                     falls = (direction * gradient).sum(1).tolist()
                 path = Path(product, direction)
+            losses, norms = self._loss, self._norms
             t, longest = self._search(path, direction, falls, longest), spread * math.pi
+            self._end_lost(t, losses, norms)
             travelled = max(abs(own * speed) for own, speed in zip(t, path.speeds, strict=True))
             with self._exact():
                 step = direction.new_tensor(t).unsqueeze(1) * direction
@@ -153,6 +156,16 @@ class Descent:
             self._call_back()
         with self._exact():
             product.polish()
+
+    def _end_lost(
+        self, t: Sequence[float], losses: Sequence[float], norms: Sequence[float]
+    ) -> None:
+        """End starts whose loss was a number where they are, and is none any more."""
+        for index in self._active():
+            if not math.isfinite(self._loss[index] + self._norms[index]):
+                self._messages[index] = _LATER
+                if not t[index] > 0:
+                    self._loss[index], self._norms[index] = losses[index], norms[index]
 
     def _unstick(
         self,
@@ -231,6 +244,8 @@ class Descent:
         norms = [torch.linalg.vector_norm(each, dim=1) for each in (gradient, flat)]
         numbers = torch.stack([losses, slopes, *norms])
         self._loss, self._slope, self._norms, largest = numbers.tolist()
+        if not all(map(math.isfinite, self._norms)):  # 0 times NaN would move other starts
+            self._gradient = gradient.masked_fill(~norms[0].isfinite().unsqueeze(1), 0.0)
         for index in counted:
             self._evaluations[index] += 1
         self._largest = [

@@ -30,21 +30,20 @@ class Form:
         if isinstance(given, Mapping):
             self.keys, self.kind = list(given), dict
             tensors = list(given.values())
-            chosen = [None if manifold is None else manifold.get(key) for key in self.keys]
         elif isinstance(given, (tuple, list)) and any(isinstance(it, Tensor) for it in given):
             self.kind, tensors = tuple, list(given)
-            chosen = [None] * len(tensors) if manifold is None else list(manifold)
-            if len(chosen) != len(tensors):
-                wanted = f"have one reading for each of {len(tensors)} tensors"
-                raise ValueError(fail("manifold", wanted, len(chosen)))
         else:
-            tensors, chosen = [given], [manifold]
+            tensors = [given]
+        if not tensors:
+            raise ValueError(fail("start", "have at least one tensor", "an empty dict"))
+        chosen = self._chosen(manifold, len(tensors))
         self.readings: list[Stiefel | None] = []
         self.tensors: list[Tensor | None] = []
         self.shapes: list[torch.Size] = []
         dtypes = []
         for index, (tensor, own) in enumerate(zip(tensors, chosen, strict=True)):
-            name = "start" if self.kind is None else f"start {self.keys or index!r}"
+            key = index if self.keys is None else self.keys[index]
+            name = "start" if self.kind is None else f"start {key!r}"
             if not isinstance(tensor, Tensor):
                 tensor = self._drawn_later(tensor, name)
             reading = own if own is not None else manifold_of(tensor)
@@ -53,14 +52,41 @@ class Form:
                 if reading.learn_scale:
                     remedy = "let the loss multiply by a tensor of its own"
                     raise ValueError(fail("manifold", "have a fixed scale", reading, remedy))
+            elif tensor.is_meta:
+                wanted = "be a tensor where it is unconstrained: only points are drawn"
+                raise ValueError(fail(name, wanted, f"sizes {tuple(tensor.shape)}"))
+            elif not (tensor.is_floating_point() or tensor.is_complex()):
+                raise TypeError(fail(name, "have a floating-point dtype", tensor.dtype))
             self.readings.append(reading)
             self.shapes.append(tensor.shape)
             self.tensors.append(None if tensor.is_meta else _start(tensor, reading, name))
             dtypes.append(tensor.dtype)
+        if manifold is None and not any(self.readings):
+            remedy = "pass one for each, None for those without, in the form of the start"
+            wanted = "be given for several tensors of which none is tagged"
+            raise ValueError(fail("manifold", wanted, None, remedy))
         self.dtype = dtypes[0]
         if len({dtype.to_real() for dtype in dtypes}) > 1 or self.dtype in HALF:
             wanted, remedy = "be of one precision, float32 or float64", "convert them"
             raise TypeError(fail("start", wanted, dtypes, remedy))
+
+    def _chosen(self, manifold: Any, count: int) -> list[Any]:
+        """Return the reading that is given for each tensor, None where there is none."""
+        if self.kind is None or manifold is None:
+            return [manifold] * count
+        is_alike = isinstance(manifold, (tuple, list) if self.keys is None else Mapping)
+        if not is_alike:
+            condition = f"be a {self.kind.__name__} of readings, as the start is of tensors"
+            remedy = "None in it is for unconstrained tensors"
+            raise TypeError(fail("manifold", condition, type(manifold).__name__, remedy))
+        if self.keys is not None:
+            if unknown := [key for key in manifold if key not in self.keys]:
+                raise ValueError(fail("manifold", f"have keys of {self.keys}", unknown))
+            return [manifold.get(key) for key in self.keys]
+        if len(manifold) != count:
+            wanted = f"have one reading for each of {count} tensors"
+            raise ValueError(fail("manifold", wanted, len(manifold)))
+        return list(manifold)
 
     def _drawn_later(self, sizes: Any, name: str) -> Tensor:
         if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
