@@ -117,15 +117,15 @@ def _polynomial(
     if not higher:
         result = torch.mul(matrix, first)
     elif square is None:
-        second = higher[0] * unit**2
+        second = higher[0] * unit * unit  # unit**2 would raise where it is too large
         result = torch.baddbmm(matrix, matrix, matrix, beta=first, alpha=second)
     else:
-        ratio = higher[0] * unit**2 / first
+        ratio = higher[0] * unit * unit / first
         result = torch.add(matrix, square, alpha=ratio)
         if len(higher) == 1:
             result.mul_(first)
         else:
-            third = higher[1] * unit**3
+            third = higher[1] * unit * unit * unit
             symmetric_product(matrix, square, into=result, beta=first, alpha=third)
     return add_to_diagonal_(result, constant) if constant else result
 
