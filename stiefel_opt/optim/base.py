@@ -284,9 +284,12 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
         checks.check_common_options(group, self)
 
-    @abstractmethod
     def state_for(self, group: Group) -> tuple[State, ...]:
-        """Return the state of a matrix, which may depend on the options of its group."""
+        """Return the state of a matrix, which may depend on the options of its group.
+
+        Default: none.
+        """
+        return ()
 
     @abstractmethod
     def rule_for(self, group: Group) -> Rule:
