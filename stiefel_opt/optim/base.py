@@ -284,7 +284,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
         checks.check_common_options(group, self)
 
-    def state_for(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:  # noqa: ARG002
         """Return the state of a matrix, which may depend on the options of its group.
 
         Default: none.
