@@ -368,6 +368,7 @@ def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> Non
 
 
 def _warn_if_not_unique(gap: Tensor, height: int) -> None:
+    """Warn of matrices of this height whose polar factor, by its gap, is one of several."""
     values = values_of(gap)
     if values is None:
         return
