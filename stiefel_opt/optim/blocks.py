@@ -166,8 +166,10 @@ class Stack:
             for name, tensor in self._whole.items()
         }
         count = len(self.blocks) * self.each
-        is_whole = self._flat is not None and rows == slice(0, count)
-        return Packed(self._flat, state) if is_whole else state  # type: ignore[arg-type]
+        # on a CPU a view costs as much as the call that it saves
+        if self._flat is None or self.on_cpu or rows != slice(0, count):
+            return state
+        return Packed(self._flat, state)
 
     def _pack(self) -> Tensor | None:
         """Join all state, one name behind the other in one tensor where they have one dtype."""
