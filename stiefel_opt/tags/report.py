@@ -233,6 +233,13 @@ def _signs(weight: Tensor, reading: Stiefel) -> str | None:
     return f"{count} of {signs.numel()} are -1"
 
 
+def _is_mirrored(weight: Tensor, reading: Stiefel) -> bool:
+    """Say whether a matrix has the other determinant than the reading says."""
+    if reading.determinant is None or not has_values(weight):
+        return False
+    return any(bool(bad.any()) for bad in wrong_signs(whole(weight.detach()), reading))
+
+
 def _shown(value: Any) -> Any:
     """Return a number, or a range of numbers in words."""
     if not isinstance(value, tuple):
@@ -312,8 +319,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
             scale=scales_of(weight, reading),
             determinant=_signs(weight, reading) if has_values(weight) else None,
-            mirrored=has_values(weight)
-            and any(bool(bad.any()) for bad in wrong_signs(whole(weight.detach()), reading)),
+            mirrored=_is_mirrored(weight, reading),
             held=bool(kind) or not is_known or id(weight) in held,
             **numbers,
         )
