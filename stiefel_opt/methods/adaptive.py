@@ -340,6 +340,8 @@ class AdaptiveSGD(_Adaptive, StiefelSGD):
     losses without noise; with ``transport="projected"`` it needs fewer steps. A closure must
     evaluate one loss.
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         params, lr, weight_decay, nesterov, maximize, foreach, fused, differentiable, metric,
             transport, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.

@@ -252,6 +252,8 @@ class CayleySGD(_Iterated, SGDLike):
     iterations, or exactly. Released implementations write the momentum to a temporary, so that
     theirs stays zero, and leave the error of the iteration in X; here neither happens.
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
             differentiable, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.

@@ -131,6 +131,8 @@ class ProjectedRGD(SGDLike):
     the tangent space at the new point. Without momentum ``metric="canonical"`` with
     ``retraction="cayley"`` is the curvilinear step of Wen & Yin (2013).
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
             differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.

@@ -618,6 +618,8 @@ class StiefelMuon(MuonLike):
     between X v and the new X v is atan eta for every v, so that the learning rate needs no scaling
     by shape or by the size of the gradient; see :func:`stiefel_opt.methods.muon`.
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         params: Parameters, named parameters or groups, as in torch.
         lr: Learning rate, a number or a tensor. Constrained parameters turn by at most

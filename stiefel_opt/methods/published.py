@@ -345,6 +345,8 @@ class PublishedSGD(_Published, SGDLike):
     large learning rates; :mod:`stiefel_opt.methods.published` says where they differ from the
     print.
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
             differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.

@@ -50,10 +50,10 @@ class Block:
 
 
 class Stack:
-    """Blocks of equal shape, dtype, device and scale."""
+    """Blocks of equal shape, dtype, device, determinant and scale."""
 
-    def __init__(self, blocks: list[Block], scale: float) -> None:
-        self.blocks, self.scale = blocks, scale
+    def __init__(self, blocks: list[Block], determinant: int | None, scale: float) -> None:
+        self.blocks, self.determinant, self.scale = blocks, determinant, scale
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the matrices of the blocks in new memory, ``(k, n, m)``; each has its tensor."""
@@ -78,9 +78,9 @@ def stacks_of(tensors: Sequence[Tensor], readings: Sequence[Stiefel | None]) -> 
             continue
         for index, part in enumerate(reading.parts(tensor)):
             shape = reading.matrices(part, index).shape[-2:]
-            key = shape, tensor.dtype, tensor.device, reading.scale
+            key = shape, tensor.dtype, tensor.device, reading.determinant, reading.scale
             alike.setdefault(key, []).append(Block(place, tensor, reading, index))
-    return [Stack(blocks, key[-1]) for key, blocks in alike.items()]
+    return [Stack(blocks, *key[-2:]) for key, blocks in alike.items()]
 
 
 def as_batch(matrices: Tensor) -> Tensor:

@@ -75,10 +75,11 @@ class ManifoldParameter(nn.Parameter):
             stated = True
             if project and has_values(data) and not is_sharded(data):
                 remedy = "initialise it first, or pass project=False"
-                point = nearest(data, at_start(manifold), "data", remedy)
+                turned = turned_over("data", data, manifold)
+                point = nearest(data, at_start(manifold), "data", remedy, tells=not turned)
                 share = relative_move(data, point)
                 warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
-                warn_of_component(turned_over("data", data, manifold))
+                warn_of_component(turned)
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED

@@ -359,15 +359,16 @@ def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
     ]
 
 
-def _check_finite(matrices: Tensor, tensor: Tensor) -> None:
+def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> None:
     """Raise for values that are not finite, if they may be looked at."""
     values = values_of(matrices)
     if values is not None and not bool((finite := are_finite(values)).all()):
         given = f"shape {tuple(tensor.shape)} with infinities or NaN{counted(~finite)}"
-        raise ValueError(fail("tensor", "be finite", given))
+        raise ValueError(fail(name, "be finite", given))
 
 
 def _warn_if_not_unique(gap: Tensor, height: int) -> None:
+    """Warn of matrices of this height whose polar factor, by its gap, is one of several."""
     values = values_of(gap)
     if values is None:
         return
@@ -438,7 +439,8 @@ def retract(
 
     Returns: The new point; ``point`` is not written to.
     Raises:
-        ValueError: for another retraction, shapes that differ or that ``manifold`` does not fit.
+        ValueError: for another retraction, shapes that differ or that ``manifold`` does not fit,
+            and for "polar" on a CPU values that are not finite.
         TypeError: for arguments that are no tensor, or no :class:`Stiefel`.
 
     Note: One factorisation for each matrix, in float32 for half precision. Differentiable any
@@ -457,7 +459,11 @@ def retract(
             new_scale, tangents = scale + along, tangents - along * matrices
         else:
             new_scale = scale
-        moved: Tensor = new_scale * geometry.retract(matrices, tangents / scale, retraction)
+        try:
+            moved: Tensor = new_scale * geometry.retract(matrices, tangents / scale, retraction)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            _check_finite(matrices + tangents, point, "point + tangent")
+            raise
         return moved
 
     return _matrix_wise(move, reading, point, tangent, point.add, scaled=True)

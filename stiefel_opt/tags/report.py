@@ -19,7 +19,7 @@ from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance,
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
-from stiefel_opt.tags.points import largest_error, reading_of
+from stiefel_opt.tags.points import largest_error, reading_of, wrong_signs
 from stiefel_opt.tags.uses import unsaid_batches
 
 
@@ -120,6 +120,7 @@ class Line:
         scale: Smallest and largest learned scale of its matrices; None if it is not learned.
         determinant: Sign of the determinant of real square matrices, "+1" or "-1"; of several, how
             many are -1; None of others.
+        mirrored: Whether a matrix has the other determinant than the reading says.
         held: Whether the optimizer of the report holds the parameter; True without an optimizer,
             and for a weight that a map computes.
     """
@@ -140,6 +141,7 @@ class Line:
     scale: tuple[float, float] | None = None
     held: bool = True
     determinant: str | None = None
+    mirrored: bool = False
 
 
 _COLUMNS: Final = {  # title: attribute of a line, and its form
@@ -200,6 +202,8 @@ class Report:
                 error += "  tag lost: so.retag(model)"
             elif line.off:
                 error += "  off: so.project_(model), or the next Stiefel step"
+            elif line.mirrored:
+                error += "  the other determinant: so.project_(model)"
             if not line.held:
                 error += "  not in this optimizer"
             shape = " x ".join(map(str, line.shape))
@@ -227,6 +231,13 @@ def _signs(weight: Tensor, reading: Stiefel) -> str | None:
     if signs.numel() == 1:
         return "-1" if count else "+1"
     return f"{count} of {signs.numel()} are -1"
+
+
+def _is_mirrored(weight: Tensor, reading: Stiefel) -> bool:
+    """Say whether a matrix has the other determinant than the reading says."""
+    if reading.determinant is None or not has_values(weight):
+        return False
+    return any(bool(bad.any()) for bad in wrong_signs(whole(weight.detach()), reading))
 
 
 def _shown(value: Any) -> Any:
@@ -308,6 +319,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
             scale=scales_of(weight, reading),
             determinant=_signs(weight, reading) if has_values(weight) else None,
+            mirrored=_is_mirrored(weight, reading),
             held=bool(kind) or not is_known or id(weight) in held,
             **numbers,
         )

@@ -73,6 +73,8 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     Momentum stays in the coordinates of the weight, while that of
     :class:`stiefel_opt.StiefelAdam` and :class:`stiefel_opt.StiefelSGD` turns with the point.
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         optimizer: A ``torch.optim.Optimizer``, of torch or of another package. Constrained are
             parameters with a tag (:func:`stiefel_opt.constrain`) and parameters in groups of

@@ -341,7 +341,7 @@ def linear(x):
         (lambda: so.minimize(linear, 3), TypeError, "`start` must be a tensor, sizes of one"),
         (lambda: so.minimize(linear, (3,)), ValueError, "`start` must have at least 2"),
         (lambda: so.minimize(linear, torch.ones(3, 2) * torch.nan), ValueError, "must be finite"),
-        (lambda: so.minimize(linear, torch.ones(3, 2).bfloat16()), TypeError, "of one precision"),
+        (lambda: so.minimize(linear, torch.eye(3, 2).bfloat16()), TypeError, "of one precision"),
         (lambda: so.minimize(linear, (3, 2), starts=0), ValueError, "`starts` must be a positive"),
         (lambda: so.minimize(linear, (3, 2), tolerance=-1.0), ValueError, "`tolerance` must be"),
         (lambda: so.minimize(linear, (3, 2), progress=1), TypeError, "`progress` must be"),

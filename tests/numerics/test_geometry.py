@@ -230,6 +230,14 @@ def test_the_polar_retraction_has_derivatives_of_any_order(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
+def test_a_retraction_of_what_is_not_finite_is_refused_by_name():
+    points = so.random_point(3, 4, 2)
+    tangents = torch.zeros(3, 4, 2)
+    tangents[1, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"`point \+ tangent` must be finite, .* 1 of 3 matrices"):
+        so.retract(points, tangents)
+
+
 def test_the_polar_retraction_is_mapped_and_traced():
     point = stored_point(5, 3)
 

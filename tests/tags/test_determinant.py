@@ -14,7 +14,15 @@ from stiefel_opt import compat
 SIGNS = [1, -1]
 F64 = torch.float64
 MAPS = ["tcwy", "cwy", "householder", "matrix_exp", "cayley", "trivialization"]
-SQUARE_RULES = [so.StiefelSGD, so.StiefelAdam, so.StiefelMuon, so.CayleySGD, so.ProjectedRGD]
+SQUARE_RULES = [
+    so.StiefelSGD,
+    so.StiefelAdam,
+    so.StiefelMuon,
+    so.CayleySGD,
+    so.ProjectedRGD,
+    so.AdaptiveSGD,
+    so.PublishedSGD,
+]
 READINGS = [  # stored shape, reading: several square matrices each
     ((4, 4), {}),
     ((3, 2, 5, 5), {}),
@@ -123,6 +131,28 @@ def test_the_first_step_projects_to_it(kind, sign):
     optimizer.step()
     for weight in (parameter, layer.weight):
         assert float(torch.linalg.det(weight.detach())) == pytest.approx(sign, abs=1e-5)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_the_first_step_of_lbfgs_projects_to_it(sign):
+    """Beside a weight of another reading and the same shape."""
+    value = torch.diag(torch.tensor([2.0, 2.0, -2.0 * sign]))
+    weights = [
+        so.ManifoldParameter(value * one, so.Stiefel(determinant=each), project=False)
+        for one, each in ((1, sign), (-1, -sign))
+    ]
+    optimizer = so.StiefelLBFGS(weights, lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((weight * gaussian(3, 3, dtype=torch.float32)).sum() for weight in weights)
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="off the manifold"):
+        optimizer.step(closure)
+    dets = [float(torch.linalg.det(weight.detach())) for weight in weights]
+    assert dets == pytest.approx([sign, -sign], abs=1e-5)
 
 
 def test_a_step_tells_of_orthonormal_weights_of_the_other_sign():
@@ -267,6 +297,21 @@ def test_the_report_shows_it():
     assert "determinant" not in str(so.report(so.constrain(nn.Linear(3, 5))))
     rows = so.constrain(nn.Linear(3, 7), rows=(0, 6), heads=2)
     assert so.report(rows).lines[0].determinant.endswith("of 2 are -1")
+
+
+def test_the_report_flags_the_other_sign():
+    layer = so.constrain(nn.Linear(3, 3), determinant=1)
+    assert not so.report(layer).lines[0].mirrored
+    assert "the other determinant" not in str(so.report(layer))
+    with torch.no_grad():
+        layer.weight[0] *= -1
+    assert so.report(layer).lines[0].mirrored
+    assert "the other determinant: so.project_(model)" in str(so.report(layer))
+
+
+@pytest.mark.parametrize("kind", [*SQUARE_RULES, so.on_manifold], ids=lambda kind: kind.__name__)
+def test_the_documentation_says_that_the_other_one_is_not_tried(kind):
+    assert "the other component is never tried" in kind.__doc__
 
 
 # ---- data, copies, refusals ----------------------------------------------------------------------

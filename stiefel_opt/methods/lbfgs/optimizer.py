@@ -280,7 +280,7 @@ def _settle(optimizer: StiefelLBFGS, point: Point) -> None:
             pieces = stack.pieces(right)
             wrong = [point.parameters[block.place] for block, mine in pieces if not mine.all()]
             optimizer.check_finite(wrong)
-            matrices[~right] = polar_factor(matrices[~right])
+            matrices[~right] = polar_factor(matrices[~right], stack.determinant)
             stack.write(point.parameters, stack.scale * matrices)
             off += wrong
     if off:

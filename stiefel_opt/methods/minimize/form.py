@@ -147,6 +147,7 @@ def _start(tensor: Tensor, reading: Stiefel | None, name: str) -> Tensor:
     value = tensor.detach().clone(memory_format=torch.contiguous_format)
     if reading is None:
         return value
-    point = nearest(value, reading, name)
-    warn_of_component(turned_over(name, tensor, reading))
+    turned = turned_over(name, tensor, reading)
+    point = nearest(value, reading, name, tells=not turned)
+    warn_of_component(turned)
     return value if point is None else point
