@@ -54,15 +54,12 @@ def expm(skew: Matrix) -> Matrix:
     return rotation if np.iscomplexobj(skew) else rotation.real
 
 
-def infinity_norm(matrix: Matrix) -> float:
-    """The largest absolute row sum."""
-    return float(np.abs(matrix).sum(axis=1).max())
-
-
-def saturate(skew: Matrix) -> Matrix:
-    """Shrink K until its infinity norm is at most 4."""
-    bound = infinity_norm(skew)
-    return skew * min(1.0, SATURATION_BOUND / bound) if bound > 0 else skew
+def cut(*matrices: Matrix) -> float:
+    """What a step along K and V is multiplied by: one number, by |E^2|_F of both E = [K'K, V'V]."""
+    squares = [matrix.conj().T @ matrix for matrix in matrices]
+    most = SATURATION_BOUND**2
+    size = np.sqrt(sum(np.linalg.norm(square @ square) ** 2 for square in squares))
+    return float(np.sqrt(most / max(np.sqrt(size), most)))
 
 
 def divide(numerator: Matrix, denominator: Matrix) -> Matrix:
@@ -115,11 +112,12 @@ class StiefelReference:
             kappa = (3 * self.a - 2) / 2
             return mu * self.U + kappa * self.lr * self.U @ skew
         kappa = 2 * self.a - 1
-        return mu * self.U @ rot(saturate(kappa * self.lr * skew))
+        K = kappa * self.lr * skew
+        return mu * self.U @ rot(cut(K) * K)
 
-    def turn(self, X: Matrix, skew: Matrix) -> Matrix:
+    def turn(self, X: Matrix, skew: Matrix, eta: float) -> Matrix:
         """phi_1: X turned by eta Z."""
-        K = self.lr * skew if self.transport == "published" else saturate(self.lr * skew)
+        K = eta * skew
         if self.rotation == "cayley":
             return X @ cayley(K)
         if self.rotation == "expm":
@@ -133,7 +131,9 @@ class StiefelReference:
     ) -> tuple[Matrix, Matrix]:
         """phi_1 along `skew` and phi_3 along V; returns the carried momenta U and Z."""
         eta = self.lr
-        Xh = self.turn(X, skew)
+        if self.transport != "published":
+            eta *= cut(eta * skew, *([eta * V] if self.n > self.m else []))
+        Xh = self.turn(X, skew, eta)
         if self.transport == "projected":  # X Z onto the tangent space at X D: its skew part there
             carried = (X.conj().T @ Xh).conj().T @ Z
             Z = (carried - carried.conj().T) / 2
@@ -144,9 +144,6 @@ class StiefelReference:
             self.X = polar_factor(Xh + eta * V @ (Xh.conj().T @ Xh))
             return U - eta * Xh @ (V.conj().T @ U), Z
         W = V.conj().T @ V
-        bound = np.sqrt(infinity_norm(eta**2 * W))
-        if bound > SATURATION_BOUND:
-            eta *= SATURATION_BOUND / bound
         identity = np.eye(self.m)
         R = inverse_root(identity + eta**2 * W)
         self.X = polar_factor(Xh + eta * V)

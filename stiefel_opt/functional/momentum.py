@@ -309,9 +309,10 @@ def corrected_unprojected(
         own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
         (overlap,) = sums((X, state[UNPROJECTED]))
+    defect = torch.sub(identity_for(own), own)
+    overlap = torch.baddbmm(overlap, defect, overlap, alpha=0.5)  # of the corrected point
     if FACTOR in state:
         overlap = torch.bmm(overlap, state[FACTOR])
-    defect = torch.sub(identity_for(own), own)
     return add_product(X, X, defect, alpha=0.5), {OVERLAP: overlap}
 
 

@@ -149,8 +149,9 @@ def rounded_up(limit: float) -> float:
 def _plan(limit: float, matrix: Tensor) -> _Plan:
     """Return the plan for a bound, rounded up."""
     make = _plan_for.__wrapped__ if is_compiling() else _plan_for
-    # else the result is I, or not finite
-    limit = rounded_up(limit) if 0.0 < limit < math.inf else 1e-30
+    # A caller's E may be off by rounding, far beyond a smaller bound. Not finite: so is the result.
+    least_limit = torch.finfo(matrix.dtype).eps
+    limit = rounded_up(max(limit, least_limit)) if limit < math.inf else least_limit
     least = 1 + (matrix.numel() <= FEW)
     return make(limit, matrix.dtype, matrix.size(-1), least)
 

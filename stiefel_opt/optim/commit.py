@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import CONSTRAINABLE, fail, users_level
+from stiefel_opt.errors import CONSTRAINABLE
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
 from stiefel_opt.functional.learned_scale import (
     SCALE,
@@ -42,10 +40,7 @@ from stiefel_opt.numerics.device import (
     working_dtype,
 )
 from stiefel_opt.numerics.geometry import (
-    FAR,
-    gram_error,
     identity_error,
-    orientation,
     orthonormality_tolerance,
     polar_factor,
 )
@@ -58,6 +53,13 @@ from stiefel_opt.numerics.linalg import (
     square_norm,
 )
 from stiefel_opt.optim.blocks import Stack
+from stiefel_opt.optim.moves import (
+    check_move,
+    is_foreign,
+    refuse_write,
+    warn_if_off,
+    warn_of_sign,
+)
 from stiefel_opt.optim.state import State, StateDict
 from stiefel_opt.tags.blocks import as_batch, shares_memory
 
@@ -434,11 +436,11 @@ def _new_point(
     versions = (X._version, grad._version) if watched else None
     move, scale = _without_scale(apply(lr=lr), batch.scale)
     if watched and versions != (X._version, grad._version):
-        _refuse_write(rule)
+        refuse_write(rule)
     is_first = batch.is_new
     if is_first:
-        _check_move(rule, X, batch.declared, move)
-        batch.is_new, batch.is_foreign = False, _is_foreign(rule)
+        check_move(rule, X, batch.declared, move)
+        batch.is_new, batch.is_foreign = False, is_foreign(rule)
     new_X, new, length = move
     steepness = _steepness(length, lr, grad_length, reader)
     is_steep = reader.is_exact and _VERY_STEEP < steepness < math.inf
@@ -452,7 +454,7 @@ def _new_point(
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new = _replaced(new, corrected_state)
     if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
-        _warn_if_off(rule, new_X)
+        warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
         overflowed = _overflowed(new_X, sums, ok)
@@ -586,7 +588,7 @@ def _on_manifold(
     error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
     if batch.determinant is not None and task.is_changed and sums.are_local:
-        _warn_of_sign(point[error <= 10 * tolerance], batch.determinant)
+        warn_of_sign(point[error <= 10 * tolerance], batch.determinant)
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
         if is_due or worst > tolerance or _is_stale(state, fixed, sums):
@@ -633,77 +635,6 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
 
 
 # ---- after the rule ------------------------------------------------------------------------------
-
-
-def _unbound(rule: Any) -> Any:
-    """Return a rule below the options that are bound to it."""
-    while isinstance(rule, partial):
-        rule = next((each for each in rule.args if callable(each)), rule.func)
-    return rule
-
-
-def _called(rule: Any) -> str:
-    """Return the name of a rule."""
-    rule = _unbound(rule)
-    return str(getattr(rule, "__name__", type(rule).__name__))
-
-
-def _refuse_write(rule: Rule) -> NoReturn:
-    """Raise for a rule that has written to its point or its gradient."""
-    remedy = "let it compute new tensors"
-    raise ValueError(fail(_called(rule), "write to nothing that it is given", "a write", remedy))
-
-
-def _is_foreign(rule: Any) -> bool:
-    """Say whether a rule is not of this package: its points are looked at in every step."""
-    module = str(getattr(_unbound(rule), "__module__", ""))
-    return module.partition(".")[0] != __name__.partition(".")[0]
-
-
-def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any) -> None:
-    """Raise for what no rule may return, before anything is written."""
-    if not isinstance(move, tuple) or len(move) != 3:
-        wanted = "return the point, a dict of new state and the length of the step"
-        raise TypeError(fail(_called(rule), wanted, type(move).__name__))
-    (new_X, new, length), (count, _, m) = move, X.shape
-    number = torch.Size((count, 1, 1))
-    shapes = {"nm": X.shape, "mm": torch.Size((count, m, m)), "1": number}
-    shapes["4"] = torch.Size((count, 1, 4))
-    pairs: list[tuple[str, Any, tuple[torch.Size, ...]]] = [("point", new_X, (X.shape,))]
-    if not isinstance(new, dict) or not new.keys() <= declared.keys():
-        given = sorted(new) if isinstance(new, dict) else type(new).__name__
-        wanted = f"be a dict with names of {sorted(declared)}"
-        raise ValueError(fail(f"new state of {_called(rule)}", wanted, given, "declare the rest"))
-    pairs += [(name, tensor, (shapes[declared[name].shape],)) for name, tensor in new.items()]
-    if not isinstance(length, (Length, numbers.Real)):
-        pairs.append(("length", length, (number, torch.Size())))
-    for name, tensor, allowed in pairs:
-        if not isinstance(tensor, Tensor) or tensor.shape not in allowed:
-            wanted = f"be a tensor of shape {tuple(allowed[0])}"
-            raise ValueError(fail(f"{name} that {_called(rule)} returns", wanted, tensor))
-
-
-def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
-    """Warn of a rule whose step leaves the manifold, where a number may be read."""
-    error = float(gram_error(new_X).amax())
-    if FAR < error < math.inf:
-        warnings.warn(
-            f"{_called(rule)} returned points that are off the manifold, |X'X - I| = {error:.0e}; "
-            "let it end with stiefel_opt.functional.retract",
-            stacklevel=users_level(),
-        )
-
-
-def _warn_of_sign(points: Tensor, determinant: int) -> None:
-    """Warn of orthonormal weights with the other determinant than their reading: they keep it."""
-    wrong = orientation(points) * determinant < 0
-    if bool(wrong.any()):
-        warnings.warn(
-            f"weights of shape {tuple(points.shape[1:])}, {int(wrong.sum())} of them, have the "
-            f"other determinant than {determinant:+d}, which no step changes; so.project_(model) "
-            "takes the nearest point of that sign",
-            stacklevel=users_level(),
-        )
 
 
 def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> bool:

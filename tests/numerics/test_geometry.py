@@ -229,7 +229,6 @@ def test_the_polar_retraction_has_derivatives_of_any_order(dtype):
     assert third(0.0) == pytest.approx(third(1e-7), rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
 def test_a_retraction_of_what_is_not_finite_is_refused_by_name():
     points = so.random_point(3, 4, 2)
     tangents = torch.zeros(3, 4, 2)
@@ -238,6 +237,7 @@ def test_a_retraction_of_what_is_not_finite_is_refused_by_name():
         so.retract(points, tangents)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
 def test_the_polar_retraction_is_mapped_and_traced():
     point = stored_point(5, 3)
 

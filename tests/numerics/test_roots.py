@@ -56,3 +56,14 @@ def test_a_scale_far_from_one_costs_no_digits(scale, generator):
         root = roots((square * (part / scale)).float(), 4.004 * part, scale=scale).inverse_root
         identity = root.double() @ (square * part + torch.eye(64)) @ root.double()
         assert (identity - torch.eye(64)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_beyond_a_tiny_bound_does_no_harm(dtype, generator):
+    """What a caller calls at most 1e-25 has the rounding of the products that made it."""
+    eps = torch.finfo(dtype).eps
+    noise = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64).to(dtype) * 8 * eps
+    matrix = noise + noise.mT
+    for limit in (0.0, 1e-30, 1e-25, 1e-17):
+        found = roots(matrix, limit).difference
+        torch.testing.assert_close(found, -matrix / 2, rtol=1e-3, atol=1e-3 * eps)

@@ -119,8 +119,8 @@ def test_a_steady_step_needs_few_products_and_calls(
     assert sum(found) / len(found) <= bar
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
-def test_a_learned_scale_needs_few_calls_more(name: str) -> None:
+@pytest.mark.parametrize(("name", "more"), [("sgd", 16), ("adam", 19), ("adamw", 19), ("muon", 15)])
+def test_a_learned_scale_needs_few_calls_more(name: str, more: int) -> None:
     found = []
     for learn_scale in (False, True):
         _, opt = steady(name, (64, 8), so.Stiefel(learn_scale=learn_scale))
@@ -128,7 +128,7 @@ def test_a_learned_scale_needs_few_calls_more(name: str) -> None:
             for _ in range(8):
                 opt.step()
         found.append(counted.calls)
-    assert found[1] - found[0] <= 8 * 15  # 14 where a weight lies by rows, as from torch's layers
+    assert found[1] - found[0] <= 8 * more
 
 
 @pytest.mark.parametrize(("name", "nonfinite"), in_turn(RULES, ["skip", "ignore"]))

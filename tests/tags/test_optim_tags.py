@@ -110,7 +110,7 @@ def test_the_key_overrides_tags(name, key, count, place):
 
 
 def test_true_reads_a_tagged_parameter_as_its_tag_says():
-    tagged = so.ManifoldParameter(torch.eye(8, 4), so.Stiefel(heads=2))
+    tagged = so.ManifoldParameter(so.random_point(8, 4), so.Stiefel(heads=2))
     opt = so.StiefelSGD([tagged], stiefel=True)
     assert "Constrained: 2 matrices in 1 parameter." in repr(opt)
 
