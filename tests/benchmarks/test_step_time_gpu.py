@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ import torch
 from graph_double import doubled
 
 import stiefel_opt as so
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what the rivals import
+    pytest.importorskip("geoopt")
+    pytest.importorskip("pogo.base")
 
 gpu = pytest.importorskip("benchmarks.speed.step_time_gpu")
 CPU = torch.device("cpu")
