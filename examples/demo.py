@@ -11,6 +11,7 @@ orthonormal columns (rows if it is wide), by heads, and ``so.StiefelAdamW`` keep
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -171,7 +172,7 @@ def main(epochs: int = 15, seeds: range = range(3), folder: Path = Path("runs"))
     print(f"\nTest error in per cent, mean and standard error\n\n{table(errors)}\n")
     plot(errors, folder / "demo.png")
     print(f"Plot: {(folder / 'demo.png').resolve()}\n")
-    print(NEXT.format(python=Path(sys.executable).name))
+    print(NEXT.format(python=os.path.relpath(sys.executable)))
     content = json.dumps({"seeds": list(seeds), "rates": RATES, "errors": errors}, indent=1)
     (folder / "demo.json").write_text(content, encoding="utf-8")
 
