@@ -21,7 +21,7 @@ from stiefel_opt.functional import Sums, adam, with_radius
 from stiefel_opt.functional.flows import corrected
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-LARGEST = 1e4  # a scale stays within this factor of what it is pulled to
+LARGEST = 1e4  # a scale is pulled to a value, and stays within this factor of it
 OFTEN = 8  # steps from one removal of rounding to the next
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -14,7 +15,9 @@ AT_EQUAL_STEPS = "cifar10, 3,000 steps, 32 channels"  # a row of certified.json
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
+@functools.cache
 def content(name: str) -> dict[str, Any]:
+    """A file of results, which many cells are from."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 

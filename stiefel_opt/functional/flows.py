@@ -237,7 +237,7 @@ def _cut(
     symmetric_product(powers[0], powers[0], powers[1])
     bounds, limit = _bounds(powers[1], count, lr, reader, inner, unit, judged)
     bound, least = bounds[0], (limit / unit) ** 2
-    if len(bounds) == 2:  # eta |X'G|, of which the fourth power is as a square of E
+    if len(bounds) == 2:  # eta |X'G|: its fourth power compares with E^2
         steep = bounds[1].square()
         share = 1.0 if isinstance(lr, Tensor) else lr**4
         bound = torch.addcmul(bound, steep, steep, value=limit**2 * share / reader.steepest**4)

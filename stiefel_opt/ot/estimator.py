@@ -232,7 +232,7 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
     ) -> ProjectionPath:
         """Fit rising dimensions, each from the last projection and one more direction.
 
-        That is the leading one, of those orthogonal to the projection, of what the plan moves.
+        The new direction is orthogonal to the projection and has the largest cost under the plan.
 
         Args:
             X, y, Y: As in ``fit``.
@@ -366,7 +366,7 @@ def _exact_plan(clouds: _Clouds, projection: Array) -> Array:
 
 
 def _extended(clouds: _Clouds, found: PRWResult, k: int) -> Array:
-    """Return the projection with so many columns: leading ones of what is left of the plan."""
+    """Return the projection with k columns: the added directions cost most under the plan."""
     (first, second), plan, point = clouds, found.plan, found.projection
     across = first.T @ plan @ second
     moment = (first.T * plan.sum(1)) @ first + (second.T * plan.sum(0)) @ second - across - across.T

@@ -269,7 +269,7 @@ class Stiefel:
         return part.reshape(*size[:first], math.prod(size[first:middle]), math.prod(size[middle:]))
 
     def _folded(self, matrices: Tensor, shape: torch.Size, lead: int) -> Tensor:
-        """Undo :meth:`_unfolded`: always a view of what lies in memory matrix by matrix."""
+        """Undo :meth:`_unfolded`: a view of contiguous matrices, always."""
         _, order = self._order(len(shape), lead)
         tensor = matrices.reshape([shape[dim] for dim in order])
         if order == list(range(len(shape))):

@@ -466,7 +466,7 @@ def test_functions_are_traced_whole(dynamic: bool) -> None:
 @pytest.mark.parametrize("rule", [so.StiefelAdam, so.StiefelSGD])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_large_tensor_is_stepped_in_pieces_and_written_whole(rule: Any, count: int) -> None:
-    """Its matrices are a copy, of which each piece of a batch is written alone."""
+    """Its matrices are a copy; each piece of a batch writes its own part of the tensor."""
     shape, pattern = (32, 8, 64, 16), "abcd -> d (ac) b"
     reading = Stiefel(row_dims=(0, 2), column_dims=1)
     starts = [so.random_point(*shape, manifold=reading) for _ in range(count)]

@@ -41,8 +41,8 @@ def minimize(
         start_or_shape: A tensor, which becomes the nearest point, the sizes of one that is drawn at
             random, or a tuple, list or dict of tensors.
         manifold: The reading. Default: the tag, else ``Stiefel()``. Of several tensors in the same
-            form, with None for unconstrained ones. Default: their tags, of which one at least is
-            needed.
+            form, with None for unconstrained ones. Default: their tags; at least one tensor needs
+            a tag.
         starts: How often. The first start is the given one; the others are uniformly distributed,
             and alternate between both components of a real square matrix without a
             ``determinant``. Unconstrained tensors start as given. Default: 1.

@@ -163,7 +163,7 @@ class Product:
 class Path:
     """The curves of all starts, t a number of each: the polar factor of X + t V.
 
-    It is that of what is there, so that rounding does not grow from step to step.
+    The factor is computed from the points as they are: rounding does not grow from step to step.
 
     Attributes:
         speeds: Of each start, the norm of V with all matrices.
