@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ class Rule:
     def of_torch(self) -> bool:
         """Plain parameters follow torch, with its options, its kernels and its checkpoints."""
         return str(self.plain.__module__).startswith("torch.optim")
+
+    @property
+    def may_forget(self) -> bool:
+        """It has a momentum, which may be 0."""
+        return "momentum" in inspect.signature(self.optimizer).parameters
 
     @property
     def proportional(self) -> bool:
@@ -137,6 +143,7 @@ def rows_of_clients() -> list[Any]:
     return [importlib.import_module(name) for name in present]
 
 
+OF_CORE = frozenset(TABLE)
 CLIENTS = rows_of_clients()
 PUBLISHED: dict[str, Rule] = {}  # beside the table of the generic tests: they blow up early
 for client in CLIENTS:

@@ -564,3 +564,14 @@ def test_a_rate_that_is_ten_times_too_large_costs_little() -> None:
     assert max(virtual[best:]) < 1.1 * virtual[best]
     assert printed[printed.index(min(printed)) + 2] > 2 * min(printed)
     assert min(virtual) < min(printed)
+
+
+def test_a_force_of_rounding_hardly_moves_anything(generator: torch.Generator) -> None:
+    weight = so.ManifoldParameter(torch.randn(40, 10, generator=generator))
+    begin = weight.detach().clone()
+    optimizer = so.AdaptiveSGD([weight], lr=0.01)
+    for _ in range(20):
+        weight.grad = 7.0 * weight.detach()
+        optimizer.step()
+        assert max(optimizer.angles_of().values()) < 0.05
+    assert (weight.detach() - begin).norm() < 0.1

@@ -557,3 +557,10 @@ def test_another_precision_starts_the_memory_anew() -> None:
     layer.float()
     optimizer.step(closure)
     assert closure() < first
+
+
+def test_lbfgs_refuses_shared_memory_too() -> None:
+    buffer = torch.eye(12)
+    tagged, plain = nn.Parameter(buffer), nn.Parameter(buffer.T)
+    with pytest.raises(ValueError, match="memory of its own"):
+        so.StiefelLBFGS([tagged, plain], stiefel=True)

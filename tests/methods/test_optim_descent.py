@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from cases import in_turn
+from cases import in_turn, mixed
+from contract import (
+    optimizer as make,
+)
+from held import counted_memory
 from optimizers import OF_CLASS
 from torch import Tensor, nn
 
@@ -262,3 +268,78 @@ def test_tall_matrices_never_make_one_of_n_by_n(rule, generator):
             opt.step()
     assert max(sizes) <= 2 * n * m
     assert so.orthonormality_error(param) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1e-22, 1e-23, 1e-25])
+def test_gradients_whose_squares_are_zero_move_little(size, generator):
+    weight = so.ManifoldParameter(random_point(7, 3, generator=generator))
+    optimizer, start = so.CayleyAdam([weight], lr=0.1, eps=0.0), weight.detach().clone()
+    for _ in range(5):
+        weight.grad = size * torch.randn((7, 3), generator=generator)
+        optimizer.step()
+    assert (weight - start).abs().max() < 1e-5
+
+
+def test_a_polar_retraction_takes_gradients_that_only_a_small_rate_suits(generator):
+    weight = so.ManifoldParameter(random_point(70, 70, generator=generator))
+    optimizer = so.ProjectedRGD([weight], lr=1e-10, retraction="polar")
+    weight.grad, start = 1e10 * torch.randn((70, 70), generator=generator), +weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, start)
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "retraction", "momentum"),
+    mixed(6, [(40, 39), (60, 30), (16, 16), (300, 100)], ["cayley", "qr", "polar"], [0.0, 0.9]),
+)
+def test_gradients_up_to_the_limit_move(
+    shape: tuple[int, int], retraction: str, momentum: float, generator: torch.Generator
+) -> None:
+    """Bounds on sums take squares of them: |G|^4 leaves float32 long before |G|^2."""
+    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+    opt = so.ProjectedRGD([weight], lr=0.1, momentum=momentum, retraction=retraction)
+    for size in (1e9, 4e10, 1e13):
+        before = weight.detach().clone()
+        grad = torch.randn(shape, generator=generator)
+        weight.grad = grad * (size / grad.norm())
+        opt.step()
+        assert not torch.equal(weight, before)
+        assert so.orthonormality_error(weight) < 1e-5
+    assert opt.skipped_steps() == {}
+
+
+def test_an_overflow_without_momentum_is_a_skipped_step() -> None:
+    weight, plain = so.ManifoldParameter(torch.eye(40, 39)), nn.Parameter(torch.zeros(3))
+    opt = so.ProjectedRGD([plain, weight], lr=0.1)
+    weight.grad, plain.grad = torch.full((40, 39), 1e15), torch.ones(3)
+    with pytest.warns(UserWarning, match="was not finite"):
+        opt.step()
+    assert torch.equal(weight, torch.eye(40, 39))
+    assert opt.state[weight]["step"] == 0
+
+
+def test_a_momentum_that_has_grown_is_loaded_again():
+    """The published transport multiplies it; such a training goes on by skipped steps."""
+    torch.manual_seed(0)
+    weight, factor = so.ManifoldParameter(torch.randn(12, 4)), torch.randn(12, 12)
+    opt = so.PublishedSGD([weight], lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(20):
+            weight.grad = factor @ factor.T @ weight.detach()
+            opt.step()
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+@pytest.mark.parametrize("retraction", ["polar", "qr", "cayley"])
+def test_nothing_of_a_size_is_held_when_all_is_gone(retraction: str) -> None:
+    """An identity of every size ever seen would be: 256 kB here, 67 MB at 4,096 columns."""
+    with counted_memory() as held:
+        weight = so.ManifoldParameter(torch.eye(300, 256))
+        opt = so.ProjectedRGD([weight], lr=0.1, retraction=retraction)
+        for sign in (1.0, -1.0):
+            weight.grad = sign * torch.linspace(-1, 1, 300 * 256).reshape(300, 256)
+            opt.step()
+        del weight, opt
+    assert held.bytes < 100_000, held.bytes

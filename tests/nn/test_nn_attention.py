@@ -187,3 +187,9 @@ def test_wrong_options_are_named():
         width, heads, constraint = arguments
         with pytest.raises(ValueError, match=message):
             MultiheadAttention(width, heads, constraint=constraint)
+
+
+def test_modules_that_project_what_they_load_say_nothing():
+    module = MultiheadAttention(8, 2)
+    module.load_state_dict(nn.MultiheadAttention(8, 2).state_dict())
+    assert so.orthonormality_error(module) < 1e-5

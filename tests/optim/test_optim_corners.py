@@ -1,10 +1,8 @@
 """Corners where a step could go wrong quietly: long turns, batch-mates, replaced data, overflow."""
 
-import copy
-
 import pytest
 import torch
-from cases import OPTION_GRID, READING_CASES, in_turn, pairwise
+from cases import READING_CASES, in_turn, pairwise
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -35,28 +33,6 @@ def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
         assert so.orthonormality_error(weight) < 100 * 64 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(
-    ("rule", "count", "n", "m", "lr"),
-    [
-        (rule, *sizes)
-        for rule, sizes in in_turn(RULES, [(4, 17, 16, 0.2), (40, 9, 8, 0.2), (6, 64, 16, 0.3)])
-    ],
-)
-def test_a_trajectory_does_not_depend_on_batch_mates(rule, count, n, m, lr, generator):
-    start = orthonormal((count, n, m), generator)
-    together = so.ManifoldParameter(start.clone())
-    apart = [so.ManifoldParameter(matrix.clone()) for matrix in start]
-    joint = rule([together], lr=lr)
-    single = rule([{"params": [matrix]} for matrix in apart], lr=lr)
-    for _ in range(4):
-        together.grad = torch.randn(together.shape, generator=generator, dtype=torch.float64)
-        for matrix, grad in zip(apart, together.grad, strict=True):
-            matrix.grad = grad.clone()
-        joint.step()
-        single.step()
-    assert (together.detach() - torch.stack([p.detach() for p in apart])).abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_transposed_data_is_another_point(rule, generator):
     first = so.ManifoldParameter(orthonormal((4, 4), generator))
@@ -82,16 +58,6 @@ def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
         optimizer.step()
     assert weight.isfinite().all()
     assert so.orthonormality_error(weight) < 1e-5
-
-
-@pytest.mark.parametrize("size", [1e-22, 1e-23, 1e-25])
-def test_gradients_whose_squares_are_zero_move_little(size, generator):
-    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
-    optimizer, start = so.CayleyAdam([weight], lr=0.1, eps=0.0), weight.detach().clone()
-    for _ in range(5):
-        weight.grad = size * torch.randn((7, 3), generator=generator)
-        optimizer.step()
-    assert (weight - start).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.0), (0.9, 0.1)])
@@ -124,15 +90,6 @@ def test_rounding_is_removed_where_the_count_of_steps_stands_still(rule, generat
     assert max(map(so.orthonormality_error, weights)) < 1e-6
 
 
-def test_a_polar_retraction_takes_gradients_that_only_a_small_rate_suits(generator):
-    weight = so.ManifoldParameter(orthonormal((70, 70), generator, torch.float32))
-    optimizer = so.ProjectedRGD([weight], lr=1e-10, retraction="polar")
-    weight.grad, start = 1e10 * torch.randn((70, 70), generator=generator), +weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(weight, start)
-    assert so.orthonormality_error(weight) < 1e-5
-
-
 @pytest.mark.parametrize(("rule", "shape"), in_turn(RULES, [(9, 4), (3, 4, 4), (2, 30, 40)]))
 def test_without_a_force_nothing_moves(rule, shape, generator):
     weight = so.ManifoldParameter(torch.randn(shape, generator=generator), project=False)
@@ -159,20 +116,6 @@ def test_huge_values_are_projected(generator):
     weight.grad = torch.randn((9, 4), generator=generator)
     so.StiefelSGD([weight], lr=0.1).step()
     assert so.orthonormality_error(weight) < 1e-5
-
-
-def test_old_checkpoints_count_steps_in_integers(generator):
-    weights = [nn.Parameter(torch.randn((3, 2), generator=generator)) for _ in range(2)]
-    optimizers = [so.StiefelAdam([weights[0]], stiefel=False), torch.optim.Adam([weights[1]])]
-    for weight, optimizer in zip(weights, optimizers, strict=True):
-        weight.data.fill_(0.5)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["state"][0]["step"] = 1
-        optimizer.load_state_dict(saved)
-        optimizer.step()
-    assert torch.equal(*weights)
 
 
 def test_a_fake_step_leaves_no_trace():
@@ -250,29 +193,29 @@ def test_neither_rate_nor_gradient_has_to_be_of_size_one(lr, generator):
     assert so.orthonormality_error(weight) < 5e-6
 
 
-AS_PUBLISHED = [case for case in OPTION_GRID if "published" in case.name]
-
-
 @pytest.mark.parametrize(
-    ("case", "n"),
-    [*((case, 8) for case in READING_CASES), *in_turn(AS_PUBLISHED, [8, 3, 3])],
+    ("case", "shape"),
+    [
+        *((case, (3, 8, 3)) for case in READING_CASES),
+        *in_turn(READING_CASES, [(4, 17, 16), (3, 3, 3), (40, 9, 8), (6, 64, 16)]),
+    ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
-def test_as_many_matrices_as_columns_move_as_each_for_itself(case, n, generator):
+def test_matrices_move_together_as_each_for_itself(case, shape, generator):
     """Where k = m a batch of matrices could be taken for one of vectors, or the other way."""
-    shape = n, 3
-    starts = [orthonormal(shape, generator) for _ in range(3)]
+    count, *shape = shape
+    starts = [orthonormal(shape, generator) for _ in range(count)]
     together = [so.ManifoldParameter(start) for start in starts]
     alone = [so.ManifoldParameter(start.clone()) for start in starts]
     optimizers = [case.optimizer(together), *(case.optimizer([weight]) for weight in alone)]
-    for _ in range(12):
+    for _ in range(12 if count == 3 else 4):
         for weight, own in zip(together, alone, strict=True):
             weight.grad = own.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
         for optimizer in optimizers:
             optimizer.step()
     for weight, own in zip(together, alone, strict=True):
-        torch.testing.assert_close(weight, own, rtol=0, atol=1e-12)
-        assert so.orthonormality_error(weight) < 1e-13
+        torch.testing.assert_close(weight, own, rtol=0, atol=1e-12 if count == 3 else 1e-9)
+        assert so.orthonormality_error(weight) < 1e-12
 
 
 def test_an_edit_is_seen_beside_a_neighbour_with_a_large_momentum(generator):

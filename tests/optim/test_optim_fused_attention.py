@@ -11,6 +11,7 @@ from contract import (
     every_rule,
     on_machines,
     optimizer,
+    tried_with,
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,7 +80,7 @@ def fill_parts(weight: nn.Parameter, ranges: Ranges, parts: list[nn.Parameter]) 
         start += part.size(0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
+@tried_with("sgd", "adam")
 def test_fused_weights_cost_about_the_calls_of_separate_ones(name: str) -> None:
     fused = fused_weights()
     ranges = ((0, WIDTH), (WIDTH, 2 * WIDTH))
@@ -154,7 +155,7 @@ def test_unequal_ranges_move_as_parameters_of_their_own(name: str) -> None:
         assert so.orthonormality_error(weight) < 1e-13
 
 
-@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam")
+@on_machines(cpu="sgd adam", as_accelerator="sgd-nesterov")
 @pytest.mark.filterwarnings("ignore:.*not finite")
 def test_a_bad_range_skips_its_whole_parameter_and_no_other(name: str) -> None:
     weights = fused_weights()[:4]

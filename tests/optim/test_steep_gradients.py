@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import IS_ON_CPU, OPTIMIZERS, every_optimizer
+from optimizers import CLIENTS, OPTIMIZERS
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -42,12 +42,9 @@ def _one_column(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
 
 
 KINDS = (_radial, _symmetric, _spikes, _halved, _one_column)
-OTHERS = {
-    "adaptive": (so.AdaptiveSGD, {}),
-    "adaptive projected": (so.AdaptiveSGD, {"transport": "projected"}),
-    "adaptive steady": (so.AdaptiveSGD, {"momentum": 0.99}),
-    "Adam, short memory": (so.CayleyAdam, {"betas": (0.9, 0.5)}),
-}
+CASES = dict(OPTIMIZERS)
+for client in CLIENTS:
+    CASES |= client.STEEP
 
 
 def _largest_error(make: Any, options: dict[str, Any], gradient: Gradient, lr: float) -> float:
@@ -69,42 +66,13 @@ def _largest_error(make: Any, options: dict[str, Any], gradient: Gradient, lr: f
     return worst
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
 @pytest.mark.parametrize("gradient", KINDS)
-@every_optimizer
+@pytest.mark.parametrize("name", CASES)
 def test_every_point_is_orthonormal(name: str, gradient: Gradient) -> None:
-    rule, options = OPTIMIZERS[name]
+    """Also where the length of a step is known too late, and for rules that choose it."""
+    rule, options = CASES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of long steps
         assert max(_largest_error(rule, options, gradient, lr) for lr in RATES) < 1e-4
-
-
-@pytest.mark.parametrize("gradient", KINDS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_so_is_every_point_of_rules_that_choose_their_step(name: str, gradient: Gradient) -> None:
-    rule, options = OTHERS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert max(_largest_error(rule, options, gradient, lr) for lr in RATES) < 1e-4
-
-
-@pytest.mark.parametrize("gradient", KINDS)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
-def test_so_it_is_where_a_step_is_known_too_late(
-    name: str, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(IS_ON_CPU, lambda _: False)
-    rule, options = {**OPTIMIZERS, **OTHERS}[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert max(_largest_error(rule, options, gradient, lr) for lr in RATES) < 1e-4
-
-
-def test_a_force_of_rounding_hardly_moves_anything(generator: torch.Generator) -> None:
-    weight = so.ManifoldParameter(torch.randn(40, 10, generator=generator))
-    begin = weight.detach().clone()
-    optimizer = so.AdaptiveSGD([weight], lr=0.01)
-    for _ in range(20):
-        weight.grad = 7.0 * weight.detach()
-        optimizer.step()
-        assert max(optimizer.angles_of().values()) < 0.05
-    assert (weight.detach() - begin).norm() < 0.1

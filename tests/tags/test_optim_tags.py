@@ -159,7 +159,7 @@ def test_repr_shows_what_none_means(rule):
     assert torch.equal(*ends)
 
 
-@on_machines(cpu="sgd", as_accelerator="cayley-adam")
+@on_machines(cpu="sgd", as_accelerator="adam-amsgrad")
 def test_param_groups_options_by_kind(name):
     net = model()
     groups = so.param_groups(net, stiefel={"lr": 0.0}, plain={"lr": 0.5}, names=True)
@@ -206,7 +206,7 @@ def test_no_warning_where_the_intention_is_clear(build):
 # ---- velocity ------------------------------------------------------------------------------------
 
 
-@on_machines(cpu="sgd sgd-nesterov adam", as_accelerator="rgd cayley-sgd")
+@on_machines(cpu="sgd sgd-nesterov adam", as_accelerator="sgd-nesterov")
 def test_velocity_has_the_shapes_of_the_reading_and_can_be_set(name):
     net = model().double()
     opt = optimizer(name, net.parameters())
@@ -259,7 +259,7 @@ def test_velocity_of_what_is_not_constrained_here(outside):
 # ---- constrained again ---------------------------------------------------------------------------
 
 
-@on_machines(cpu="adam", as_accelerator="sgd", compiled="cayley-sgd")
+@on_machines(cpu="adam", as_accelerator="sgd", compiled="sgd")
 def test_a_parameter_tagged_between_steps_is_constrained_from_then_on(name):
     layer, other = nn.Linear(8, 8), so.constrain(nn.Linear(8, 8))
     opt = optimizer(name, [*layer.parameters(), *other.parameters()])
@@ -275,7 +275,7 @@ def test_a_parameter_tagged_between_steps_is_constrained_from_then_on(name):
     assert opt.state[layer.weight]["step"] == 2
 
 
-@on_machines(cpu="sgd rgd", as_accelerator="adam")
+@on_machines(cpu="sgd", as_accelerator="adam")
 def test_another_reading_between_steps_starts_the_momentum_again(name):
     layer = so.constrain(nn.Linear(8, 8), heads=2)
     opt = optimizer(name, layer.named_parameters())
