@@ -292,6 +292,17 @@ SWITCHES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[float, floa
     "plain": (so.StiefelMuon, {"momentum": 0.9}, {"momentum": 0.5, "plain": "muon"}, EVEN),
 }
 
+# Of `scale_cases.py`: rules that learn a scale, and some of those that all of its tests try.
+LEARNED_SCALE = {
+    "published sgd": (so.PublishedSGD, {"lr": 0.02}),
+    "published adam": (so.PublishedAdam, {"lr": 0.02}),
+    "rgd": (so.ProjectedRGD, {"lr": 0.2, "retraction": "qr"}),
+    "wen-yin": (so.ProjectedRGD, {"lr": 0.2}),
+    "cayley sgd": (so.CayleySGD, {"lr": 0.05}),
+    "cayley adam": (so.CayleyAdam, {"lr": 0.1}),
+}
+LEARNED_SCALE_TOO = {"muon": (so.StiefelMuon, {"lr": 0.05})}
+
 # ---- cases of `rule_cases.py`: function, options, names of its state ----
 
 MOMENTUM, AMBIENT, FIRST = (

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn, mixed
-from contract import (
-    optimizer as make,
-)
 from held import counted_memory
 from optimizers import OF_CLASS
 from torch import Tensor, nn

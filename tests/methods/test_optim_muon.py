@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from contract import assert_same, backward, constrained, model, through_file
+from contract import (
+    assert_same,
+    backward,
+    constrained,
+    model,
+    through_file,
+)
+from scale_cases import (
+    g_of,
+    weight,
+)
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -204,3 +214,20 @@ def test_a_weight_without_gradients_keeps_still_however_long(nonfinite, generato
         weight.grad.zero_()
     assert so.orthonormality_error(weight) < 1e-5
     assert all(value.isfinite().all() for value in opt.state[weight].values())
+
+
+def test_muon_moves_g_by_lr_whatever_the_size() -> None:
+    for layout in ("tall", "square"):
+        parameter = weight(layout)
+        parameter.grad = -parameter.detach()
+        so.StiefelMuon([parameter], lr=1e-3, scale_pull=0.0).step()
+        assert float(g_of(parameter)) == pytest.approx(1 + 1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rule", "remedy"),
+    [(so.AdaptiveSGD, "without"), (so.AdaptiveAdam, "without"), (so.StiefelLBFGS, "StiefelSGD")],
+)
+def test_who_cannot_learn_a_scale_names_the_remedy(rule: Any, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        rule([weight("tall")])
