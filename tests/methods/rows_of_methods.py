@@ -303,6 +303,9 @@ LEARNED_SCALE = {
 }
 LEARNED_SCALE_TOO = {"muon": (so.StiefelMuon, {"lr": 0.05})}
 
+# Of `test_replaced.py`.
+SWAPPED = {"lbfgs": lambda params: so.StiefelLBFGS(params, max_iter=4)}
+
 # ---- cases of `rule_cases.py`: function, options, names of its state ----
 
 MOMENTUM, AMBIENT, FIRST = (

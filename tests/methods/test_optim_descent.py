@@ -340,3 +340,16 @@ def test_nothing_of_a_size_is_held_when_all_is_gone(retraction: str) -> None:
             opt.step()
         del weight, opt
     assert held.bytes < 100_000, held.bytes
+
+
+def test_retractions_are_those_of_projected_rgd() -> None:
+    torch.manual_seed(0)
+    weight = so.ManifoldParameter(torch.randn(7, 3, dtype=torch.float64))
+    weight.grad = torch.randn(7, 3, dtype=torch.float64)
+    for retraction in ("polar", "qr", "cayley"):
+        twin = copy.deepcopy(weight)
+        twin.grad = weight.grad
+        step = -0.3 * so.project_tangent(weight, weight.grad)
+        options = {"metric": "euclidean", "retraction": retraction}
+        so.ProjectedRGD([twin], lr=0.3, **options).step()
+        torch.testing.assert_close(twin.detach(), so.retract(weight, step, retraction=retraction))

@@ -217,3 +217,12 @@ def test_an_attention_layer_learns_a_number_for_each_head() -> None:
     plain = nn.MultiheadAttention(16, 4)
     so.constrain_attention(plain, learn_scale=True)
     assert plain.in_proj_weight.manifold == reading
+
+
+def test_attention_of_this_package_reads_as_it_says() -> None:
+    """Across heads there is one block, in what is loaded too."""
+    for constraint, heads in (("within", 2), ("across", None)):
+        attention = MultiheadAttention(8, 2, kdim=6, constraint=constraint)
+        attention.load_state_dict(nn.MultiheadAttention(8, 2, kdim=6).state_dict())
+        assert attention.q_proj_weight.manifold == so.Stiefel(heads=heads)
+        assert so.orthonormality_error(attention) < 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -90,26 +89,6 @@ def test_another_reading_starts_the_momentum_again(name: str, saved: bool) -> No
 
 
 # ---- the report --------------------------------------------------------------------------------
-
-
-def true_angle(before: Tensor, after: Tensor) -> float:
-    chord = torch.linalg.matrix_norm(after.double() - before.double(), 2)
-    return 2 * math.asin(min(1.0, float(chord) / 2))
-
-
-@every_optimizer
-def test_the_first_steps_of_the_readme_are_reported_as_they_are(name: str) -> None:
-    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    so.constrain(net[0], "weight")
-    opt = optimizer(name, net.parameters(), lr=0.01)
-    for _ in range(5):
-        inputs, labels = torch.randn(32, 64), torch.randint(10, (32,))
-        net.zero_grad()
-        nn.functional.cross_entropy(net(inputs), labels).backward()
-        before = net[0].weight.detach().clone()
-        opt.step()
-        told = so.report(net, opt).lines[0].angle
-        assert told == pytest.approx(true_angle(before, net[0].weight.detach()), rel=0.02)
 
 
 # ---- rates and steps at the edge ---------------------------------------------------------------

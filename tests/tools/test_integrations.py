@@ -670,3 +670,10 @@ def test_flat_shards_are_named(flat, tmp_path):
                 so.report(found[0])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_converting_a_torch_parametrization_keeps_its_one_matrix() -> None:
+    lstm = nn.utils.parametrizations.orthogonal(nn.LSTM(6, 8), "weight_hh_l0")
+    value = lstm.weight_hh_l0.detach().clone()
+    so.from_torch_orthogonal(lstm)
+    torch.testing.assert_close(lstm.weight_hh_l0.detach(), value)
