@@ -343,7 +343,8 @@ SHAPES_OF_PLAIN = ((5, 3), (4,), (2, 3, 3, 3), ())
 
 def build(rule: Any, torch_rule: Any, options: dict[str, Any], params: Any) -> Any:
     options = {"lr": 0.02, **options}
-    if rule is so.StiefelAdam and torch_rule is torch.optim.AdamW:
+    row = OF_CLASS.get(rule)
+    if torch_rule is torch.optim.AdamW and row and not row.decay_is_decoupled:
         options["decoupled_weight_decay"] = True
     return rule(params, **copy.deepcopy(options))
 

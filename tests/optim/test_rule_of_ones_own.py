@@ -395,10 +395,13 @@ class Undeclared(Lion):  # type: ignore[misc]
     sums_over_rows = False
 
 
-class Inherited(so.ProjectedRGD):
+class Inherited(so.StiefelSGD):
     """Another rule in a class whose own rule forms every sum over rows by ``sums``."""
 
     rule = "Inherited"
+
+    def state_for(self, group: Any) -> Any:  # noqa: ARG002
+        return ()
 
     def rule_for(self, group: Any) -> Any:  # noqa: ARG002
         return move_straight

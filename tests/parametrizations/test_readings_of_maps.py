@@ -153,3 +153,11 @@ def test_a_map_computes_the_tensor_of_its_matrices(name: str, map_: str) -> None
 def test_maps_compute_the_row_that_pads_too(shape: tuple[int, int]) -> None:
     texts = warnings_of(lambda: so.orthogonal(nn.Embedding(*shape, padding_idx=1)))
     assert ["row 1 of `weight` pads" in text for text in texts][-1:] == [True]
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_determinant_of_what_has_none_is_refused(name):
+    with pytest.raises(ValueError, match=r"must be None where matrices of `.*` are not"):
+        REGISTERED[name](nn.Linear(3, 4), determinant=1)
+    with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
+        REGISTERED[name](nn.Linear(3, 3, dtype=torch.complex64), determinant=1)

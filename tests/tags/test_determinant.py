@@ -10,7 +10,6 @@ from optimizers import PUBLISHED, TABLE
 from torch import nn
 
 import stiefel_opt as so
-from stiefel_opt import compat
 
 SQUARE_RULES = [*{row.optimizer: row for row in (TABLE | PUBLISHED).values()}]
 SIGNS = [1, -1]
@@ -247,8 +246,6 @@ COMPLEX = torch.ones(3, 3, dtype=torch.complex64)
         lambda: so.random_point(4, 3, manifold=so.Stiefel(determinant=1)),
         lambda: so.orthogonal_(torch.ones(4, 3), manifold=so.Stiefel(determinant=1)),
         lambda: so.project_(torch.ones(4, 3), so.Stiefel(determinant=1)),
-        lambda: so.orthogonal(nn.Linear(3, 4), determinant=1),
-        lambda: compat.orthogonal(nn.Linear(3, 4), determinant=1),
         lambda: so.constrain(nn.Linear(3, 9), heads=1, determinant=1),
     ],
 )
@@ -268,7 +265,6 @@ def test_complex_matrices_are_refused_in_words():
         lambda: so.orthogonal_(COMPLEX.clone(), manifold=reading),
         lambda: so.project_(COMPLEX.clone(), reading),
         lambda: so.polar(COMPLEX, reading),
-        lambda: so.orthogonal(layer, map="matrix_exp", determinant=1),
     ):
         with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
             call()
