@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import math
 import pickle
 from typing import Any
@@ -72,8 +70,6 @@ def optimum(shape: tuple[int, ...]) -> tuple[Tensor, float]:
     parameter = weight(shape)
     best = descend(parameter, make("adaptive", parameter), 250)[-1]
     return parameter.detach(), best
-
-
 
 
 # ---- the radius ----------------------------------------------------------------------------------
@@ -404,16 +400,6 @@ def test_a_gradient_of_zero_moves_nothing_and_spoils_nothing(name: str) -> None:
 # ---- what the package promises -------------------------------------------------------------------
 
 
-
-
-
-
-
-
-
-
-
-
 @every_rule
 def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str) -> None:
     layer = so.constrain(nn.Linear(6, 4, bias=False))
@@ -428,8 +414,6 @@ def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str
     assert (line.factor is None) == ("factor" not in shown) == (not is_adaptive)
     most = 0.9 if line.factor else None  # a first step chooses nothing
     assert line.momentum == (most and pytest.approx(most))
-
-
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from cases import (
     mixed,
 )
 from contract import PUBLISHED
+from optimizers import OF_CLASS
 
 import stiefel_opt as so
 

@@ -14,13 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt.errors import fail, type_name
-from stiefel_opt.lipschitz.norms import (
-    NEEDS_SIZE,
-    convolution_norm,
-    exact,
-    pool_counts,
-    spectral_norm,
-)
 from stiefel_opt.nn import (
     BetaAbs,
     IsometricConv2d,
@@ -28,6 +21,13 @@ from stiefel_opt.nn import (
     MaxMin,
     ShiftConv2d,
     SpatialShift,
+)
+from stiefel_opt.nn.lipschitz.norms import (
+    NEEDS_SIZE,
+    convolution_norm,
+    exact,
+    pool_counts,
+    spectral_norm,
 )
 from stiefel_opt.tags import ManifoldParameter
 

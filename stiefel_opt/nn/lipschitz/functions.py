@@ -21,7 +21,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.lipschitz.graphs import (
+from stiefel_opt.nn.lipschitz.graphs import (
     ADD_A_RULE,
     Opaque,
     Shape,
@@ -32,8 +32,8 @@ from stiefel_opt.lipschitz.graphs import (
     fx_values,
     label,
 )
-from stiefel_opt.lipschitz.norms import NEEDS_SIZE, convolution_norm, exact, spectral_norm
-from stiefel_opt.lipschitz.rules import (
+from stiefel_opt.nn.lipschitz.norms import NEEDS_SIZE, convolution_norm, exact, spectral_norm
+from stiefel_opt.nn.lipschitz.rules import (
     GELU,
     SLOPES,
     adaptive_pool,

@@ -20,8 +20,8 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, type_name
-from stiefel_opt.lipschitz.rules import Size, is_plain, rule_for
 from stiefel_opt.nn import BetaAbs, IsometricConv2d, MaxMin, ShiftConv2d, SpatialShift
+from stiefel_opt.nn.lipschitz.rules import Size, is_plain, rule_for
 
 ADD_A_RULE: Final = "write a rule with @so.lipschitz_rule(Type), or a method lipschitz_bound(self)"
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
