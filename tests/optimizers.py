@@ -146,7 +146,9 @@ def rows_of_clients() -> list[Any]:
 OF_CORE = frozenset(TABLE)
 CLIENTS = rows_of_clients()
 PUBLISHED: dict[str, Rule] = {}  # beside the table of the generic tests: they blow up early
+BY_CLOSURE: dict[str, Any] = {"sgd": lambda params: so.StiefelSGD(params, lr=0.1)}
 for client in CLIENTS:
+    BY_CLOSURE |= client.BY_CLOSURE
     TABLE.update(client.TABLE)
     PUBLISHED.update(client.BESIDE)
 OPTIMIZERS = {name: (rule.optimizer, {"lr": 0.05, **rule.options}) for name, rule in TABLE.items()}

@@ -303,8 +303,8 @@ LEARNED_SCALE = {
 }
 LEARNED_SCALE_TOO = {"muon": (so.StiefelMuon, {"lr": 0.05})}
 
-# Of `test_replaced.py`.
-SWAPPED = {"lbfgs": lambda params: so.StiefelLBFGS(params, max_iter=4)}
+# Of tests that pass a closure to a step.
+BY_CLOSURE = {"lbfgs": lambda params: so.StiefelLBFGS(params, lr=0.1, max_iter=4)}
 
 # ---- cases of `rule_cases.py`: function, options, names of its state ----
 

@@ -453,3 +453,8 @@ def test_starts_of_a_square_matrix_with_several_dimensions_try_both_determinants
             )
             assert found.fun < 1e-5
             assert found.component == sign
+
+
+def test_a_start_without_full_rank_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"the nearest point to `start` is not unique"):
+        so.minimize(lambda x: x.sum(), torch.ones(4, 3), max_evaluations=1)

@@ -159,5 +159,15 @@ def test_maps_compute_the_row_that_pads_too(shape: tuple[int, int]) -> None:
 def test_a_determinant_of_what_has_none_is_refused(name):
     with pytest.raises(ValueError, match=r"must be None where matrices of `.*` are not"):
         REGISTERED[name](nn.Linear(3, 4), determinant=1)
-    with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
+    complex_too = r"for the complex matrices of .* theirs is a phase|must support complex weights"
+    with pytest.raises(ValueError, match=complex_too):
         REGISTERED[name](nn.Linear(3, 3, dtype=torch.complex64), determinant=1)
+
+
+@pytest.mark.parametrize("name", ["tcwy", "matrix_exp", "trivialization"])
+def test_a_weight_without_full_rank_is_told_of(name):
+    layer = nn.Linear(6, 4)
+    nn.init.constant_(layer.weight, 0.3)
+    assert "the nearest point to `weight` is not unique" in " ".join(
+        warnings_of(lambda: so.orthogonal(layer, map=name))
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from contract import warnings_of
-from optimizers import CLIENTS
+from optimizers import BY_CLOSURE
 from torch import nn
 
 import stiefel_opt as so
@@ -118,15 +118,10 @@ def test_loading_by_assignment_tells_the_truth() -> None:
 # ---- modules that are made of a constrained one ------------------------------------------------
 
 
-SWAPPED: dict[str, Any] = {"sgd": lambda params: so.StiefelSGD(params, lr=0.1)}
-for client in CLIENTS:
-    SWAPPED |= client.SWAPPED
-
-
-@pytest.mark.parametrize("kind", SWAPPED)
+@pytest.mark.parametrize("kind", BY_CLOSURE)
 def test_a_weight_that_torch_swaps_stays_constrained(kind: str) -> None:
     layer = so.constrain(nn.Linear(4, 6, bias=False))
-    optimizer = SWAPPED[kind]([layer.weight])
+    optimizer = BY_CLOSURE[kind]([layer.weight])
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

@@ -1,6 +1,5 @@
 """Constraining trained weights warns, by how far they move; fresh ones are silent."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -90,12 +89,10 @@ def test_a_weight_without_full_rank_is_told_that_its_point_is_one_of_many(
         DEFICIENT[name](layer.weight)
     value = layer.weight.detach().clone()
     others: dict[str, Callable[[], Any]] = {
-        "weight": lambda: so.orthogonal(copy.deepcopy(layer)),
         "data": lambda: so.ManifoldParameter(value),
         f"parameter of shape {shape[::-1]}": lambda: so.StiefelSGD(
             [{"params": [nn.Parameter(value.clone())], "stiefel": True}], lr=0.1
         ),
-        "start": lambda: so.minimize(lambda x: x.sum(), value, max_evaluations=1),
     }
     for called, act in others.items():
         assert RANK.format(called) in " ".join(warnings_of(act))
