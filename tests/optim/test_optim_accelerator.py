@@ -357,47 +357,6 @@ def test_the_others_move_by_the_same_bits_beside_a_nan(name: str) -> None:
                 torch.testing.assert_close(one, two, rtol=0, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf, 1e25])
-@pytest.mark.parametrize(("name", "shape"), [("sgd", (9, 4)), ("adam", (9, 4)), ("sgd", (5, 5))])
-def test_the_bound_of_a_step_judges_its_gradient(
-    name: str, shape: tuple[int, int], spoilt: float
-) -> None:
-    pairs = []
-    for factor in (spoilt, 1.0):
-        generator = torch.Generator().manual_seed(0)
-        weights = [so.ManifoldParameter(torch.randn(shape, generator=generator)) for _ in range(3)]
-        opt = optimizer(name, weights, weight_decay=0)
-        for step in range(4):
-            before = copy.deepcopy([(w.detach(), dict(opt.state[w])) for w in weights])
-            for weight in weights:
-                weight.grad = torch.randn(shape, generator=generator)
-            if step == 3:
-                weights[1].grad *= factor  # type: ignore[operator]
-            opt.step()
-        pairs.append((weights, opt, before[1]))
-    (weights, opt, (point, state)), (others, _, _) = pairs
-    assert_same(weights[1].detach(), point)
-    assert_same(dict(opt.state[weights[1]]), state)
-    assert torch.equal(weights[0], others[0])
-    assert torch.equal(weights[2], others[2])
-    assert list(opt.skipped_steps().values()) == [1]
-    with pytest.warns(UserWarning, match="not finite"):
-        opt.state_dict()
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_a_learning_rate_of_zero_moves_no_bit(name: str, lr: float | Tensor) -> None:
-    weight, opt = steady(name, (20, 6))
-    point = weight.detach().clone()
-    for rate in (lr, 1e-3):
-        opt.param_groups[0]["lr"] = rate
-        opt.step()
-        assert torch.equal(weight, point) is (rate is lr)
-    assert all(tensor.isfinite().all() for tensor in opt.state[weight].values())
-    assert so.orthonormality_error(weight) < 1e-6
-
-
 @every_rule
 def test_gradients_may_come_and_go(name: str) -> None:
     """Which exist is known to the host: no reason to wait."""

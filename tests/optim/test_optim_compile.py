@@ -103,37 +103,6 @@ def test_a_compiled_step_leaves_what_has_a_bad_gradient(name: str) -> None:
     assert torch.equal(net.fused.weight, before)
 
 
-@compiled("adam")
-def test_the_first_step_may_be_a_compiled_one(name: str) -> None:
-    net, twin = model(), model()
-    opt, twin_opt = (optimizer(name, each.parameters()) for each in (net, twin))
-    compiled = torch.compile(opt.step, fullgraph=True, backend="eager")
-    for step in range(3):
-        backward(twin, step)
-        for own, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            own.grad = theirs.grad.clone()
-        compiled()
-        twin_opt.step()
-        for left, right in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_inductor_gives_the_same_numbers(name: str) -> None:
-    net, opt = prepared(name)
-    twin, twin_opt = copy.deepcopy((net, opt))
-    compiled = torch.compile(opt.step, fullgraph=True)
-    for step in range(2, 8):
-        backward(twin, step)
-        for own, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            own.grad = theirs.grad.clone()
-        compiled()
-        twin_opt.step()
-    for left, right in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )

@@ -11,8 +11,6 @@ import torch
 from contract import (
     RULES,
     TABLE,
-    backward,
-    model,
     optimizer,
 )
 from torch import Tensor, nn
@@ -188,25 +186,6 @@ def test_raise_lets_nothing_in(name: str, position: int) -> None:
             assert torch.equal(both.opt.state[parameter][key], tensor), (index, key)
     both.step(3)
     both.step(4)
-
-
-@some_rules
-def test_skip_counts_the_same(name: str) -> None:
-    both = Both(name, weight_decay=0)
-    both.step(0)
-    both.compile()
-    for step in range(1, 5):
-        fill(both.params, step)
-        fill(both.others, step)
-        for params in (both.params, both.others):
-            params[step % 2].grad[0, 0] = torch.inf if step % 2 else torch.nan
-        for step_of in (both.call, both.eager.step):
-            with pytest.warns(UserWarning, match="not finite"):
-                step_of()
-        both.check()
-    assert list(both.opt.skipped_steps().values()) == list(both.eager.skipped_steps().values())
-    for one, two in zip(both.params[:2], both.others[:2], strict=True):
-        assert torch.equal(both.opt.state[one]["step"], both.eager.state[two]["step"])
 
 
 # ---- rates ---------------------------------------------------------------------------------------
@@ -398,29 +377,6 @@ def test_a_whole_training_step_is_compiled(name: str, eager_first: bool) -> None
         found.append(list(net.parameters()))
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-4)
-
-
-@slow
-@some_rules
-def test_every_kind_of_parameter_takes_the_eager_steps(name: str) -> None:
-    """Heads, ranges of rows, convolutions, scales and plain ones, with `aot_eager`."""
-    net, twin = (so.retag(model().double()) for _ in range(2))
-    opt, twin_opt = (optimizer(name, n.named_parameters(), weight_decay=0) for n in (net, twin))
-    backward(net, 0)
-    backward(twin, 0)
-    opt.step()
-    twin_opt.step()
-    call = torch.compile(opt.step, backend="aot_eager")
-    for step in range(1, 4):
-        for members in (net, twin):
-            backward(members, step)
-            if step == 2:
-                members.k.weight.grad = members.fused.weight.grad = members.out.bias.grad = None
-        call()
-        twin_opt.step()
-    for (key, one), two in zip(net.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-5, msg=key)
-    assert so.orthonormality_error(net) < 1e-12
 
 
 def test_the_precision_that_a_user_has_lowered_is_set_aside(

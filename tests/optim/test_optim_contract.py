@@ -101,11 +101,6 @@ def test_to_maximize_a_loss_is_to_minimize_its_negative(name):
         torch.testing.assert_close(left, right, atol=1e-9, rtol=0)
 
 
-def freeze(net, opt, flag):
-    net.k.weight.requires_grad_(flag)
-    return opt
-
-
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("name", "kind", "machine"),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import pytest
 import torch
 from contract import (
     every_rule,
-    on_machines,
     optimizer,
     tried_with,
 )
@@ -153,47 +150,3 @@ def test_unequal_ranges_move_as_parameters_of_their_own(name: str) -> None:
         steps = {float(opt.state[weight]["step"]), float(other.state[parts[0]]["step"])}
         assert len(steps) == 1
         assert so.orthonormality_error(weight) < 1e-13
-
-
-@on_machines(cpu="sgd adam", as_accelerator="sgd-nesterov")
-@pytest.mark.filterwarnings("ignore:.*not finite")
-def test_a_bad_range_skips_its_whole_parameter_and_no_other(name: str) -> None:
-    weights = fused_weights()[:4]
-    opt = optimizer(name, [(f"w{i}", w) for i, w in enumerate(weights)], weight_decay=0)
-    fill(weights, 0)
-    opt.step()
-    fill(weights, 1)
-    weights[1].grad[WIDTH + 1, 0] = torch.nan
-    before = [w.detach().clone() for w in weights]
-    opt.step()
-    moved = [not torch.equal(w, b) for w, b in zip(weights, before, strict=True)]
-    assert moved == [True, False, True, True]
-    assert opt.skipped_steps() == {"w1": 1}
-    for weight, old in zip(weights, before, strict=True):  # both ranges and the plain rows
-        stayed = [
-            torch.equal(weight[low : low + WIDTH], old[low : low + WIDTH])
-            for low in (0, WIDTH, 2 * WIDTH)
-        ]
-        assert len(set(stayed)) == 1
-
-
-@pytest.mark.parametrize("bad", [math.nan, 1e15])
-def test_a_bad_gradient_beside_fused_weights_leaves_its_parameter(bad: float) -> None:
-    """Queries and keys of one weight and another weight are one batch; each is judged."""
-    fused = so.constrain(torch.nn.Linear(8, 24, bias=False), rows=[(0, 8), (8, 16)])
-    other = so.constrain(torch.nn.Linear(8, 8, bias=False))
-    opt = so.StiefelSGD([fused.weight, other.weight], lr=0.1)
-    for step in range(3):
-        for weight in (fused.weight, other.weight):
-            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
-        if step == 2:
-            kept = other.weight.detach().clone()
-            momentum = opt.state[other.weight]["momentum_skew"].clone()
-            other.weight.grad[0, 0] = bad
-            with pytest.warns(UserWarning, match="not finite"):
-                opt.step()
-        else:
-            opt.step()
-    assert torch.equal(other.weight, kept)
-    assert torch.equal(opt.state[other.weight]["momentum_skew"], momentum)
-    assert so.orthonormality_error(fused) < 1e-5

@@ -24,11 +24,10 @@ from contract import (
     on_machines,
     optimizer,
     train,
-    tried_with,
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from optimizers import OF_CLASS, PUBLISHED, TABLE
+from optimizers import OF_CLASS, PUBLISHED, RULES, TABLE
 from torch import Tensor
 
 import stiefel_opt as so
@@ -363,7 +362,7 @@ def peak_bytes(opt: torch.optim.Optimizer) -> int:
     return max(held, default=0)
 
 
-@tried_with("sgd", "sgd-nesterov", "adam-amsgrad")
+@pytest.mark.parametrize("name", [*RULES, "sgd-nesterov", "adam-amsgrad"])
 def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
     n, m = 4000, 10
     parameter = so.ManifoldParameter(torch.linalg.qr(torch.randn(n, m))[0])

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -19,14 +18,6 @@ from torch import Tensor, nn
 import stiefel_opt as so
 
 Stiefel = so.Stiefel
-
-
-def back(matrices: Tensor, pattern: str, shape: tuple[int, ...]) -> Tensor:
-    """Undo :func:`by_hand`, entry by entry."""
-    places = by_hand(torch.arange(math.prod(shape)).reshape(shape), pattern)
-    tensor = matrices.new_empty(math.prod(shape))
-    tensor[places.reshape(-1)] = matrices.reshape(-1)
-    return tensor.reshape(shape)
 
 
 @pytest.mark.parametrize("name", LEGS)
