@@ -49,6 +49,7 @@ class Rule:
     angle: dict[str, Any] = field(default_factory=dict)  # any of them makes lr an angle
     lr_is_angle: bool = False  # always
     follows_slope: bool = False  # momentum and length of a step are chosen
+    remembers: bool = False  # keeps a momentum of 0, too
 
     @property
     def rounding(self) -> float:
@@ -70,8 +71,8 @@ class Rule:
 
     @property
     def may_forget(self) -> bool:
-        """It has a momentum, which may be 0."""
-        return "momentum" in inspect.signature(self.optimizer).parameters
+        """It has a momentum, which is not kept where it is 0."""
+        return "momentum" in inspect.signature(self.optimizer).parameters and not self.remembers
 
     @property
     def proportional(self) -> bool:

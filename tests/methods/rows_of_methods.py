@@ -58,6 +58,7 @@ TABLE = {
         reference=CayleySGDReference,
         own={"steps": 7, "exact": True},
         sums=3,
+        remembers=True,
     ),
     "cayley-adam": Rule(
         so.CayleyAdam,

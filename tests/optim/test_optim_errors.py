@@ -146,7 +146,9 @@ def test_options_are_checked_for_the_optimizer_and_for_late_groups(rule, options
 LATER = [
     (rule, options, error, message)
     for rule, options, error, message in OPTIONS
-    if "stiefel" not in options and not ("lr" in options and error is ValueError)
+    if "stiefel" not in options
+    and not ("lr" in options and error is ValueError)
+    and not ("steps" in options and error is TypeError)
 ] + [
     (SGD, {"lr": None}, TypeError, r"`lr` must be a number in \[0, inf\), got None"),
     (ADAM, {"lr": math.inf}, ValueError, "`lr` must be finite, got inf"),

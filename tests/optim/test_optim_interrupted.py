@@ -71,8 +71,7 @@ def interrupted_line(at: int) -> Iterator[list[int]]:
         return local
 
     def trace(frame: Any, *_: Any) -> Any:
-        inside = "stiefel_opt" in frame.f_code.co_filename
-        return local if inside and "/tests/" not in frame.f_code.co_filename else None
+        return local if frame.f_code.co_filename.startswith(so.__path__[0]) else None
 
     before = sys.gettrace()
     sys.settrace(trace)

