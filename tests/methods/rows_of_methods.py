@@ -190,7 +190,7 @@ COMPLEX: list[Case] = [
 
 # ---- tables of single tests ----
 
-# Of `test_optim_state.py`: state of m x m, of one number a matrix, of n x m.
+# Of `test_state.py`: state of m x m, of one number a matrix, of n x m.
 STATE = {
     "sgd-adaptive": (
         {"momentum_skew"},
@@ -216,7 +216,7 @@ STEEP = {
     "adaptive steady": (so.AdaptiveSGD, {"momentum": 0.99}),
     "Adam, short memory": (so.CayleyAdam, {"betas": (0.9, 0.5)}),
 }
-# Of `test_optim_errors.py`: options that are refused, and by which rules.
+# Of `test_errors.py`: options that are refused, and by which rules.
 REFUSED: list[tuple[list[tuple[dict[str, Any], type[Exception], str]], list[Any]]] = [
     (
         [
@@ -259,7 +259,7 @@ SYNONYMS = [
     (so.CayleySGD, "heads", "stiefel"),
     (so.StiefelLBFGS, "historysize", "history_size"),
 ]
-# Of `test_optim_loading.py`: options before and after, and sizes of the gradients under them,
+# Of `test_loading.py`: options before and after, and sizes of the gradients under them,
 # which are equal where the momentum goes on.
 EVEN = (0.05, 0.05)
 
