@@ -181,3 +181,19 @@ def assert_same_training(left: Any, right: Any) -> None:
             assert_same(p.detach(), q.detach(), name)
             mine, theirs = dict(opt.state.get(p, {})), dict(other_opt.state.get(q, {}))
             assert_same(dict(sorted(mine.items())), dict(sorted(theirs.items())), name)
+
+
+def grads(parameter: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def stepped(name: str, weight: Any, steps: int, first: int = 0, **options: Any) -> Any:
+    return go_on(optimizer(name, [weight], **options), weight, first, first + steps)
+
+
+def go_on(opt: Any, weight: Any, first: int, last: int) -> Any:
+    for step in range(first, last):
+        weight.grad = grads(weight, step)
+        opt.step()
+    return opt

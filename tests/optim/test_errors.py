@@ -4,11 +4,22 @@ import inspect
 import math
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import in_turn, pairwise
-from contract import OPTIMIZERS, RULES, assert_same, backward, model, optimizer, snapshot
+from contract import (
+    OPTIMIZERS,
+    RULES,
+    assert_same,
+    backward,
+    model,
+    optimizer,
+    snapshot,
+    through_file,
+)
 from optimizers import CLIENTS, OF_CLASS
 from torch import nn
 
@@ -511,3 +522,32 @@ def test_an_optimizer_that_is_refused_leaves_every_weight_as_it_was(rule, second
         rule([{"params": [q], "stiefel": True}, other], lr=0.1)
     assert all(torch.equal(p, value) for p, value in zip((q, r), before, strict=True))
     assert not hasattr(q, "manifold")
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_rate_that_is_no_number_is_named_before_anything_moves(lr: float, kind: Any) -> None:
+    weight, plain = so.ManifoldParameter(torch.eye(6, 3)), nn.Parameter(torch.ones(3))
+    opt = so.StiefelSGD([{"params": [plain]}, {"params": [weight]}], lr=kind(0.1))
+    opt.param_groups[1]["lr"] = kind(lr)
+    weight.grad, plain.grad = torch.ones_like(weight), torch.ones_like(plain)
+    with pytest.raises(ValueError, match=f"`lr` must be finite, got {lr}; look at its schedule"):
+        opt.step()
+    assert torch.equal(plain, torch.ones(3))
+    assert torch.equal(weight, torch.eye(6, 3))
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = so.StiefelSGD([weight], lr=np.float32(0.5), momentum=np.float64(0.5))
+    assert type(opt.param_groups[0]["lr"]) is type(opt.param_groups[0]["momentum"]) is float
+    weight.grad = torch.ones_like(weight)
+    opt.step()
+    through_file(opt.state_dict())
+
+
+def test_unknown_words_of_a_reading_are_named() -> None:
+    with pytest.raises(ValueError, match="`stiefel` must have no other keys than"):
+        so.StiefelSGD([nn.Parameter(torch.eye(3))], stiefel={"foo": 2})
+    with pytest.raises(TypeError, match="`manifold` must be None or a Stiefel, got 'x'"):
+        so.orthonormality_error(torch.eye(3), "x")

@@ -16,6 +16,7 @@ from contract import (
     TABLE,
     assert_same,
     assert_same_training,
+    backward,
     constrained,
     every_rule,
     model,
@@ -27,6 +28,7 @@ from contract import (
     tried_with,
 )
 from optimizers import CLIENTS
+from torch import nn
 
 import stiefel_opt as so
 
@@ -343,3 +345,37 @@ def test_state_of_other_shapes_is_refused_by_name(name):
     with pytest.raises(ValueError, match=r"of basis` must have shape \(.*, got shape"):
         opts[1].load_state_dict(opts[0].state_dict())
     assert_same(opts[1].state_dict(), before)
+
+
+@every_rule
+def test_state_that_stays_empty_is_not_kept(name: str) -> None:
+    """As torch's SGD without momentum."""
+    plain, theirs, row = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5)), TABLE[name]
+    none = {"momentum": 0.0, "nesterov": False} if row.of_torch and not row.adaptive else {}
+    opt = optimizer(name, [plain], stiefel=False, **none)
+    other = row.plain([theirs], lr=0.05, **{**row.plain_options, **none})
+    for _ in range(2):
+        plain.grad, theirs.grad = torch.ones(5), torch.ones(5)
+        opt.step()
+        other.step()
+    assert opt.state_dict()["state"].keys() == other.state_dict()["state"].keys()
+    assert all(opt.state.values())
+
+
+@every_rule
+def test_a_first_step_in_inference_mode_is_a_step(name: str) -> None:
+    net, twin = model(), model()
+    opt, other = (optimizer(name, each.parameters()) for each in (net, twin))
+    backward(net, 0)
+    backward(twin, 0)
+    with torch.inference_mode():
+        opt.step()
+    other.step()
+    train(net, opt, 1, 4)
+    train(twin, other, 1, 4)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not p.is_inference()
+        assert not any(t.is_inference() for t in opt.state[p].values())
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(net, opt, 4, 5)

@@ -1,23 +1,42 @@
-"""What no learning rate, gradient, start or number of steps may break."""
+"""No learning rate, gradient, start or number of steps leaves the manifold."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases import READINGS, TRANSPORTS, Array, OptimizerCase, in_turn, pairwise
-from contract import (
-    TABLE,
+from cases import (
+    READINGS,
+    TRANSPORTS,
+    Array,
+    OptimizerCase,
+    in_turn,
+    mixed,
+    pairwise,
 )
+from contract import (
+    OPTIMIZERS,
+    TABLE,
+    every_optimizer,
+    go_on,
+    grads,
+    optimizer,
+    stepped,
+)
+from optimizers import CLIENTS
 from reference import polar_factor
-from torch import Tensor
+from torch import Tensor, nn
 
 import stiefel_opt as so
 
 DTYPES = [torch.float32, torch.float64]
+BOTH = [so.StiefelSGD, so.StiefelAdam]
 ALGORITHMS = ["adam", "sgd"]  # which deduce bounds of their momenta
 
 
@@ -309,3 +328,270 @@ def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
     assert np.abs(determinants - [1.0, -1.0]).max() < 1e-12
     assert gram_error(param, param) < 1e-13
     assert not any(key.endswith(("normal", "base")) for key in optimizer.state[param])
+
+
+def orthonormal(shape, generator, dtype=torch.float64):
+    return torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype))[0]
+
+
+@pytest.mark.filterwarnings("ignore:Each of the last")
+@pytest.mark.parametrize(
+    ("transport", "lr", "dtype"),
+    pairwise(["isometric", "projected"], [1.0, 100.0], [torch.float32, torch.float64]),
+)
+def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
+    """|eta Z| is long here while U is nearly zero: each has to be saturated by itself."""
+    start = orthonormal((64, 16), generator, dtype)
+    target = start @ orthonormal((16, 16), generator, dtype)
+    weight = so.ManifoldParameter(start)
+    optimizer = so.StiefelSGD([weight], lr=lr, transport=transport)
+    for _ in range(100):
+        weight.grad = weight.detach() - target
+        optimizer.step()
+        assert so.orthonormality_error(weight) < 100 * 64 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-45, 1e-44, 1e-38])
+def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
+    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    optimizer = so.StiefelAdam([weight], lr=0.1, eps=eps)
+    for _ in range(5):
+        weight.grad = torch.randn((7, 3), generator=generator)
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.0), (0.9, 0.1)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_bound_beyond_float32_bounds_nothing(betas, nesterov, generator):
+    """beta1^2 > beta2: the first moment may be any number of times the root of the second."""
+    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    optimizer = so.StiefelAdam([weight], lr=0.01, betas=betas, nesterov=nesterov)
+    for _ in range(140):
+        weight.grad = torch.randn((7, 3), generator=generator)
+        optimizer.step()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_rounding_is_removed_where_the_count_of_steps_stands_still(rule, generator):
+    """float32 counts to 2^24; a write that no version shows is found when rounding is removed."""
+    weights = [so.ManifoldParameter(orthonormal((12, 4), generator, torch.float32))]
+    weights.append(so.ManifoldParameter(orthonormal((12, 4), generator, torch.float32)))
+    optimizer = rule(weights, lr=1e-3)
+    for step in range(20):
+        for weight in weights:
+            weight.grad = torch.randn((12, 4), generator=generator)
+        optimizer.step()
+        if step == 0:
+            for weight in weights:
+                optimizer.state[weight]["step"].fill_(2.0**24)
+        if step == 5:
+            weights[0].detach().numpy()[0] += 1e-3
+    assert max(map(so.orthonormality_error, weights)) < 1e-6
+
+
+@pytest.mark.parametrize(("rule", "shape"), in_turn(BOTH, [(9, 4), (3, 4, 4), (2, 30, 40)]))
+def test_without_a_force_nothing_moves(rule, shape, generator):
+    weight = so.ManifoldParameter(torch.randn(shape, generator=generator), project=False)
+    optimizer = rule([weight], lr=0.1)
+    weight.grad = torch.zeros(shape)
+    optimizer.step()  # projects the start
+    settled = weight.detach().clone()
+    for _ in range(20):
+        optimizer.step()
+    assert torch.equal(weight, settled)
+
+
+def test_huge_values_are_projected(generator):
+    layer = nn.Linear(4, 9)
+    layer.weight.data.mul_(1e20)
+    assert so.orthonormality_error(so.constrain(layer).weight) < 1e-5
+    value = 1e30 * torch.randn((9, 4), generator=generator)
+    weight = so.ManifoldParameter(value, project=False)
+    weight.grad = torch.randn((9, 4), generator=generator)
+    so.StiefelSGD([weight], lr=0.1).step()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("lr", [1e-8, 1e7])
+def test_neither_rate_nor_gradient_has_to_be_of_size_one(lr, generator):
+    weight = so.ManifoldParameter(orthonormal((128, 64), generator, torch.float32))
+    optimizer = so.StiefelSGD([weight], lr=lr, momentum=0.0)
+    for _ in range(3):
+        weight.grad = torch.randn(128, 64, generator=generator) * 0.02 / lr
+        optimizer.step()
+    assert not optimizer.skipped_steps()
+    assert so.orthonormality_error(weight) < 5e-6
+
+
+@every_optimizer
+@pytest.mark.parametrize("shape", [(16, 4), (4, 16), (5, 5)])
+def test_a_loaded_momentum_is_made_tangent(name: str, shape: tuple[int, int]) -> None:
+    """Noise on what was saved, finite and of the right shape: the weight stays orthonormal."""
+    weight = so.ManifoldParameter(so.random_point(*shape, dtype=torch.float64))
+    opt = stepped(name, weight, 3)
+    saved = copy.deepcopy(opt.state_dict())
+    for key, tensor in saved["state"][0].items():
+        if key != "step":
+            noise = torch.randn_like(tensor)
+            tensor.add_(noise if "momentum" in key else noise.abs())
+    opt.load_state_dict(saved)
+    for step in range(24):
+        go_on(opt, weight, 3 + step, 4 + step)
+        assert so.orthonormality_error(weight) < 1e-12, step
+    for key, tensor in opt.state[weight].items():
+        if key.endswith("momentum_skew"):
+            assert torch.equal(tensor, -tensor.mT)
+        if key.endswith("sq_skew"):
+            assert torch.equal(tensor, tensor.mT)
+
+
+@every_optimizer
+@pytest.mark.parametrize("lr", [1.0, 10.0])
+def test_a_schedule_that_falls_below_zero_stays_on_the_manifold(name: str, lr: float) -> None:
+    weight = so.ManifoldParameter(so.random_point(20, 5, dtype=torch.float64))
+    opt = optimizer(name, [weight], lr=lr, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / 10)
+    for step in range(26):
+        go_on(opt, weight, step, step + 1)
+        schedule.step()
+        assert so.orthonormality_error(weight) < 1e-11, step
+    assert not opt.skipped_steps()
+
+
+@every_optimizer
+def test_a_momentum_of_another_point_is_made_tangent(name: str) -> None:
+    """Another orthonormal matrix is written: the momentum follows, however small it is."""
+    weight = so.ManifoldParameter(so.random_point(20, 5))
+    opt = optimizer(name, [weight])
+    for step in range(8):
+        if step == 3:
+            with torch.no_grad():
+                weight.copy_(torch.eye(20, 5).flip(0))  # orthonormal to the last bit
+        weight.grad = 1e-3 * grads(weight, step)
+        opt.step()
+        assert so.orthonormality_error(weight) < 2e-6, step
+
+
+@pytest.mark.parametrize(("name", "lr"), in_turn([*OPTIMIZERS, "sgd"], [1e15, 1e20, 1e30, 1e200]))
+def test_an_absurd_rate_is_no_fault_of_the_gradient(name: str, lr: float) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = optimizer(name, [weight], lr=lr)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight).cumsum(0)
+        opt.step()
+    assert so.orthonormality_error(weight) < 1e-5
+    assert opt.skipped_steps() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shape", "dtype"),
+    mixed(
+        14,
+        OPTIMIZERS,
+        ["along", "against", "alternating", "constant"],
+        [(6, 3), (40, 39)],
+        [torch.float32, torch.float64],
+    ),
+)
+def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
+    name: str,
+    shape: tuple[int, int],
+    kind: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    """Rounding in X'X comes back times eta X'G, of which the length of a step shows nothing."""
+    weight = so.ManifoldParameter(
+        torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype)).Q
+    )
+    opt = optimizer(name, [weight], lr=0.05)
+    fixed = torch.randn(shape, generator=generator, dtype=dtype)
+    for size in (1.0, 10.0, 100.0):
+        for step in range(15):
+            noise = torch.randn(shape, generator=generator, dtype=dtype) / 20
+            force = {
+                "along": weight.detach() + noise,
+                "against": noise - weight.detach(),
+                "alternating": (-1) ** step * fixed,
+                "constant": fixed,
+            }
+            weight.grad = size * force[kind]
+            opt.step()
+        assert so.orthonormality_error(weight) < 40 * torch.finfo(dtype).eps
+    assert opt.skipped_steps() == {}
+
+
+# A tall, a wide and a square one, and a single column.
+SHAPES = [(48, 20), (6, 30), (12, 12), (90, 1)]
+
+
+RATES = (0.03, 15.0)
+
+
+ROUNDS = 8
+
+
+Gradient = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
+
+
+def _radial(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
+    return X + 10.0 ** -(1 + step % 8) * A
+
+
+def _symmetric(X: Tensor, A: Tensor, step: int, generator: torch.Generator) -> Tensor:
+    S = torch.randn(X.size(1), X.size(1), generator=generator)
+    return 10.0 ** (step % 7) * X @ (S + S.mT) + A
+
+
+def _spikes(X: Tensor, _: Tensor, step: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(X.shape, generator=generator) * (1e9 if step % 4 == 3 else 1e-6)
+
+
+def _halved(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
+    return X if step < ROUNDS else A
+
+
+def _one_column(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
+    return 1e3 * X + A * (torch.arange(X.size(1)) == step % X.size(1))
+
+
+KINDS = (_radial, _symmetric, _spikes, _halved, _one_column)
+
+
+CASES = dict(OPTIMIZERS)
+for client in CLIENTS:
+    CASES |= client.STEEP
+
+
+def _largest_error(make: Any, options: dict[str, Any], gradient: Gradient, lr: float) -> float:
+    generator = torch.Generator().manual_seed(5)
+    holder = nn.ParameterList()
+    for shape in SHAPES:
+        holder.append(so.ManifoldParameter(torch.randn(shape, generator=generator)))
+    noise = [torch.randn(max(s), min(s), generator=generator) for s in SHAPES]
+    optimizer = make(holder.parameters(), **{**options, "lr": lr})
+    worst = 0.0
+    for step in range(2 * ROUNDS):
+        for weight, A in zip(holder, noise, strict=True):
+            is_wide = weight.size(0) < weight.size(1)
+            X = weight.detach().mT if is_wide else weight.detach()
+            grad = gradient(X, A / A.norm(), step, generator)
+            weight.grad = (grad.mT if is_wide else grad).contiguous()
+        optimizer.step()
+        worst = max(worst, *(float(so.orthonormality_error(weight)) for weight in holder))
+    return worst
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
+@pytest.mark.parametrize("gradient", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_point_is_orthonormal(name: str, gradient: Gradient) -> None:
+    """Also where the length of a step is known too late, and for rules that choose it."""
+    rule, options = CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of long steps
+        assert max(_largest_error(rule, options, gradient, lr) for lr in RATES) < 1e-4

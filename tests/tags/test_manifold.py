@@ -387,3 +387,8 @@ def test_tag_works_on_parameters_of_other_types():
         tag(parameter, Stiefel())
         assert type(parameter) is kind
         assert manifold_of(parameter) == Stiefel()
+
+
+def test_one_head_is_no_head():
+    assert so.Stiefel(heads=1) == so.Stiefel()
+    assert so.Stiefel(rows=((0, 4), (4, 8)), heads=(1, 1)) == so.Stiefel(rows=((0, 4), (4, 8)))
