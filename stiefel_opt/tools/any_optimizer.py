@@ -30,10 +30,10 @@ from stiefel_opt.numerics import (
     largest_bound,
     orthonormality_tolerance,
     own_gram,
+    polar,
     project_tangent,
     reader_for,
     roots,
-    skew,
     widened,
 )
 from stiefel_opt.tags import (
@@ -537,19 +537,8 @@ def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pulled_back(point: Tensor, tangent: Tensor, grad: Tensor) -> Tensor:
-    r"""Return the gradient by :math:`\xi` of a function with gradient G at Y, the retraction of xi.
-
-    With A = X + xi = Y H it is :math:`(I - YY')G H^{-1} + 2 Y \Omega`, where
-    :math:`H\Omega + \Omega H = \mathrm{skew}(Y'G)`.
-    """
-    moved = point + tangent
-    values, basis = torch.linalg.eigh(moved.mH @ moved)
-    lengths = values.sqrt()
-    inverse = (basis / lengths.unsqueeze(-2)) @ basis.mH
-    new_point = moved @ inverse
-    inner = new_point.mH @ grad
-    turned = basis.mH @ skew(inner) @ basis
-    turned = turned / (lengths.unsqueeze(-1) + lengths.unsqueeze(-2))
-    normal = (grad - new_point @ inner) @ inverse
-    pulled: Tensor = 2 * new_point @ (basis @ turned @ basis.mH)
-    return pulled.add_(normal)
+    r"""Return the gradient by :math:`\xi` of a function with gradient G at the retraction of xi."""
+    with torch.enable_grad():
+        moved = (point + tangent).requires_grad_()
+        (pulled,) = torch.autograd.grad(polar(moved)[0], moved, grad)
+    return pulled
