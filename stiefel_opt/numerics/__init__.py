@@ -43,6 +43,7 @@ from stiefel_opt.numerics.linalg import add_product_ as add_product_
 from stiefel_opt.numerics.linalg import add_to_diagonal_ as add_to_diagonal_
 from stiefel_opt.numerics.linalg import are_finite as are_finite
 from stiefel_opt.numerics.linalg import cayley as cayley
+from stiefel_opt.numerics.linalg import cross_gram as cross_gram
 from stiefel_opt.numerics.linalg import exponential as exponential
 from stiefel_opt.numerics.linalg import gram as gram
 from stiefel_opt.numerics.linalg import half_error_ as half_error_
@@ -50,7 +51,6 @@ from stiefel_opt.numerics.linalg import identity_for as identity_for
 from stiefel_opt.numerics.linalg import infinity_norm as infinity_norm
 from stiefel_opt.numerics.linalg import inner_product as inner_product
 from stiefel_opt.numerics.linalg import largest_bound as largest_bound
-from stiefel_opt.numerics.linalg import own_gram as own_gram
 from stiefel_opt.numerics.linalg import plus_identity as plus_identity
 from stiefel_opt.numerics.linalg import product as product
 from stiefel_opt.numerics.linalg import skew as skew

@@ -24,12 +24,12 @@ from stiefel_opt.numerics import (
     add_to_diagonal_,
     are_finite,
     exact_products,
+    gram,
     infinity_norm,
     is_compiling,
     is_sharded,
     largest_bound,
     orthonormality_tolerance,
-    own_gram,
     polar,
     project_tangent,
     reader_for,
@@ -524,14 +524,14 @@ def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     The inverse root is that of the Gram matrix as it is, so that rounding does not add up.
     """
     moved = point + tangent
-    excess = add_to_diagonal_(own_gram(moved), -1.0)
+    excess = add_to_diagonal_(gram(moved), -1.0)
     reads = reader_for(excess).is_exact
     limit = largest_bound(excess) if reads else _LONGEST
     if not (reads and limit <= _LONGEST):
         tangent = tangent * (_LONGEST / infinity_norm(excess)).clamp(max=1.0).sqrt()
         moved = point + tangent
         # not the old one times a number: an error of X would grow from step to step
-        excess, limit = add_to_diagonal_(own_gram(moved), -1.0), 1.01 * _LONGEST
+        excess, limit = add_to_diagonal_(gram(moved), -1.0), 1.01 * _LONGEST
     new_point: Tensor = moved @ roots(excess, limit, reads=reads).inverse_root
     return new_point, tangent
 
