@@ -26,10 +26,10 @@ from stiefel_opt.functional.momentum import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import moments as moments
 from stiefel_opt.functional.momentum import normal_force as normal_force
 from stiefel_opt.functional.momentum import precondition as precondition
+from stiefel_opt.functional.momentum import rotate_square as rotate_square
 from stiefel_opt.functional.momentum import second_moments as second_moments
 from stiefel_opt.functional.momentum import sgd as sgd
 from stiefel_opt.functional.momentum import skew_force as skew_force
-from stiefel_opt.functional.momentum import turn_square as turn_square
 from stiefel_opt.functional.radius import with_radius as with_radius
 from stiefel_opt.functional.retractions import move_along_cayley as move_along_cayley
 from stiefel_opt.functional.retractions import project_tangent as project_tangent

@@ -136,7 +136,7 @@ def sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return turn_square(X, direction, new_Z, lr, carry, reader)
+        return rotate_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
         B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
@@ -214,7 +214,7 @@ def adam(
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        new_X, new_Z, length = turn_square(X, turn, new[SKEW], eta, transport, reader)
+        new_X, new_Z, length = rotate_square(X, turn, new[SKEW], eta, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
@@ -379,7 +379,7 @@ def advance(
     return new_X, new, length
 
 
-def turn_square(
+def rotate_square(
     X: Tensor,
     direction: Tensor | Callable[[], Tensor],
     new_Z: Tensor,
