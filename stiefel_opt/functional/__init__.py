@@ -19,9 +19,9 @@ from stiefel_opt.functional.momentum import accumulated as accumulated
 from stiefel_opt.functional.momentum import adam as adam
 from stiefel_opt.functional.momentum import advance as advance
 from stiefel_opt.functional.momentum import bias_correction as bias_correction
+from stiefel_opt.functional.momentum import bias_correction_ratio as bias_correction_ratio
 from stiefel_opt.functional.momentum import denominator_of as denominator_of
 from stiefel_opt.functional.momentum import evaluated as evaluated
-from stiefel_opt.functional.momentum import gain as gain
 from stiefel_opt.functional.momentum import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import moments as moments
 from stiefel_opt.functional.momentum import normal_force as normal_force

@@ -197,7 +197,7 @@ def adam(
     if is_plain and isinstance(state, Packed):
         room, force = state.like(), state.like(SKEW, NORMAL)
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
-    eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
+    eta = lr * bias_correction_ratio(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
     is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
     if is_one and isinstance(state, Packed) and room is not None and force is not None:
@@ -577,7 +577,7 @@ def largest_quotient(
     return most if isinstance(most, Tensor) else min(most, torch.finfo(dtype).max)
 
 
-def gain(
+def bias_correction_ratio(
     root: Scalar, beta: float, step: Scalar, dtype: torch.dtype, *, nesterov: bool = False
 ) -> Scalar:
     """Return gamma = sqrt(c2) / c1, with ``nesterov`` c1 of the next step, for the root of c2."""
@@ -609,5 +609,5 @@ def _coupling_of_adam(
     root = bias_correction(betas[1], counted, dtype) ** 0.5
     most = largest_quotient(betas, counted, dtype)
     earlier = precondition(state, "skew", root, betas, eps, most)
-    earlier_lr = lr * gain(root, betas[0], counted, dtype) * (before > 0)
+    earlier_lr = lr * bias_correction_ratio(root, betas[0], counted, dtype) * (before > 0)
     return coupling(earlier, betas[0], earlier_lr, a, reader)

@@ -66,8 +66,8 @@ from stiefel_opt.functional import (
     Tensors,
     accumulated,
     bias_correction,
+    bias_correction_ratio,
     corrected,
-    gain,
     metric_parameter,
     moments,
     precondition,
@@ -310,7 +310,7 @@ def _divided(
         value = precondition(state, part, 1.0, betas, eps) * root
     else:
         value = precondition(state, part, root, betas, eps)
-        value = value * gain(root, betas[0], step, second.dtype)
+        value = value * bias_correction_ratio(root, betas[0], step, second.dtype)
     return value + second * 0.0
 
 
