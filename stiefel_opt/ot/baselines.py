@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_group, check_range, fail
-from stiefel_opt.numerics import project_tangent, retract
+from stiefel_opt.numerics import project_tangent, retraction
 
 
 class _Ascent(Optimizer):
@@ -67,7 +67,7 @@ class _Ascent(Optimizer):
                     continue
                 gradient = project_tangent(point, point.grad)
                 step = -group["lr"] * self._direction(point, gradient, group)
-                point.copy_(retract(point, step, "qr"))
+                point.copy_(retraction(point, step, "qr"))
         return loss
 
 

@@ -468,7 +468,7 @@ def retract(
         else:
             new_scale = scale
         try:
-            moved: Tensor = new_scale * geometry.retract(matrices, tangents / scale, retraction)
+            moved: Tensor = new_scale * geometry.retraction(matrices, tangents / scale, retraction)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             _check_finite(matrices + tangents, point, "point + tangent")
             raise
