@@ -29,12 +29,12 @@ from stiefel_opt.numerics.geometry import orthonormality_tolerance as orthonorma
 from stiefel_opt.numerics.geometry import polar as polar
 from stiefel_opt.numerics.geometry import polar_factor as polar_factor
 from stiefel_opt.numerics.geometry import positive_qr as positive_qr
-from stiefel_opt.numerics.geometry import project_tangent as project_tangent
 from stiefel_opt.numerics.geometry import random_point as random_point
 from stiefel_opt.numerics.geometry import retraction as retraction
 from stiefel_opt.numerics.geometry import riemannian_gradient as riemannian_gradient
 from stiefel_opt.numerics.geometry import solve_lyapunov as solve_lyapunov
 from stiefel_opt.numerics.geometry import square_gram_error as square_gram_error
+from stiefel_opt.numerics.geometry import tangent_part as tangent_part
 from stiefel_opt.numerics.linalg import BLOCKED as BLOCKED
 from stiefel_opt.numerics.linalg import LOCAL_SUMS as LOCAL_SUMS
 from stiefel_opt.numerics.linalg import Sums as Sums

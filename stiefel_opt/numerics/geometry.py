@@ -85,7 +85,7 @@ def identity_error(matrix: Tensor) -> Tensor:
     return error
 
 
-def project_tangent(point: Tensor, vector: Tensor) -> Tensor:
+def tangent_part(point: Tensor, vector: Tensor) -> Tensor:
     """Return the tangent vector at X = ``point`` nearest to D = ``vector``, D - X sym(X'D)."""
     with no_autocast(point):
         return vector - point @ sym(point.mH @ vector)

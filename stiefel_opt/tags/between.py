@@ -21,7 +21,7 @@ from stiefel_opt.numerics.geometry import (
     gram_error,
     newton_schulz,
     orientation,
-    project_tangent,
+    tangent_part,
 )
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.points import matrix_wise, reading_of, with_parts
@@ -66,7 +66,7 @@ def exp(
     beta = _beta(metric)
 
     def move(point: Tensor, tangent: Tensor) -> Tensor:
-        return geodesics.shoot(point, project_tangent(point, tangent), beta)
+        return geodesics.shoot(point, tangent_part(point, tangent), beta)
 
     return _map(move, *_read(point, tangent, manifold), torch.add, is_vector=True)
 

@@ -405,7 +405,7 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     Note: Two products of size n x m by m x m. Differentiable.
     """
     reading = _reading(point, manifold, vector)
-    project = tangent_part if reading.learn_scale else geometry.project_tangent
+    project = tangent_part_with_scale if reading.learn_scale else geometry.tangent_part
 
     def part_of(matrices: Tensor, vectors: Tensor, _: Any) -> Tensor:
         return project(matrices, vectors)
@@ -413,9 +413,9 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     return matrix_wise(part_of, reading, point, vector, lambda _, given: given.clone())
 
 
-def tangent_part(X: Tensor, D: Tensor) -> Tensor:
+def tangent_part_with_scale(X: Tensor, D: Tensor) -> Tensor:
     """Return the part of D that is tangent to all multiples of orthonormal matrices at one of X."""
-    return geometry.project_tangent(X, D) + X * _along(X, D)
+    return geometry.tangent_part(X, D) + X * _along(X, D)
 
 
 def _along(X: Tensor, D: Tensor) -> Tensor:

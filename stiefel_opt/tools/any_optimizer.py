@@ -31,9 +31,9 @@ from stiefel_opt.numerics import (
     largest_bound,
     orthonormality_tolerance,
     polar,
-    project_tangent,
     reader_for,
     roots,
+    tangent_part,
     widened,
 )
 from stiefel_opt.tags import (
@@ -351,7 +351,7 @@ class _Keeper:
                 x = _unscaled(point, stack)
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
-                tangents = project_tangent(x, grad)
+                tangents = tangent_part(x, grad)
             for block, piece in stack.pieces(tangents):
                 if (own := grads[block.place]) is not None:
                     ours[block.place] = _given(block, piece, own, ours.get(block.place))
@@ -487,7 +487,7 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     reads = reader_for(size).is_exact
     least, largest = map(float, torch.aminmax(size)) if reads else (0.0, math.inf)
     x, step = _unscaled(point, stack), _unscaled(_measured(step, size, largest, stack.scale), stack)
-    new_point, tangent = _retracted(x, project_tangent(x, step))
+    new_point, tangent = _retracted(x, tangent_part(x, step))
     if stack.scale != 1.0:
         new_point = new_point * stack.scale
     if reads and least != 0 and bool(torch.isfinite(new_point.sum())):  # NaN has moved

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_flag, check_range, fail
-from stiefel_opt.numerics import is_sharded, project_tangent, whole, widened
-from stiefel_opt.tags import Stiefel, tangent_part
+from stiefel_opt.numerics import is_sharded, tangent_part, whole, widened
+from stiefel_opt.tags import Stiefel, tangent_part_with_scale
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
         point, vector = (_matrices(tensor, reading, index) for tensor in (point, vector))
-        project = tangent_part if reading.learn_scale else project_tangent
+        project = tangent_part_with_scale if reading.learn_scale else tangent_part
         tangent = project(point / reading.scale_of(point), vector)
         norms.append(torch.linalg.vector_norm(tangent))
     return norms

@@ -16,7 +16,7 @@ from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.methods.minimize.bracket import Bracket
 from stiefel_opt.methods.minimize.pairs import Pairs
 from stiefel_opt.methods.minimize.product import Path, Product
-from stiefel_opt.numerics import exact_products, project_tangent
+from stiefel_opt.numerics import exact_products, tangent_part
 
 Loss = Callable[[Any], Tensor]
 
@@ -308,4 +308,4 @@ def _checked(values: Any, options: Options, product: Product) -> Tensor:
 
 
 def _tangent_coordinates(at: lbfgs.Frame, vector: Tensor) -> Tensor:
-    return lbfgs.coordinates(at, project_tangent(at.point, vector))
+    return lbfgs.coordinates(at, tangent_part(at.point, vector))
