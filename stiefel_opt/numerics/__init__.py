@@ -16,9 +16,9 @@ from stiefel_opt.numerics.device import reader_for as reader_for
 from stiefel_opt.numerics.device import untraced as untraced
 from stiefel_opt.numerics.device import widened as widened
 from stiefel_opt.numerics.device import working_dtype as working_dtype
+from stiefel_opt.numerics.distributed import gathered as gathered
 from stiefel_opt.numerics.distributed import is_sharded as is_sharded
 from stiefel_opt.numerics.distributed import local_part as local_part
-from stiefel_opt.numerics.distributed import whole as whole
 from stiefel_opt.numerics.geodesics import logarithm as logarithm
 from stiefel_opt.numerics.geodesics import principal_logarithm as principal_logarithm
 from stiefel_opt.numerics.geometry import RETRACTIONS as RETRACTIONS

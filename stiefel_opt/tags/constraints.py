@@ -30,7 +30,7 @@ from stiefel_opt.errors import (
     users_level,
 )
 from stiefel_opt.numerics.device import has_values
-from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded, replicated
 from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -459,7 +459,7 @@ def _check_unrecorded(tensor: Tensor) -> None:
 
 def to_nearest_(tensor: Tensor, reading: Stiefel, name: str) -> None:
     """Replace every matrix of a tensor that is off the manifold by the nearest point."""
-    _write(tensor, nearest(whole(tensor.detach()), reading, name, tells=True))
+    _write(tensor, nearest(gathered(tensor.detach()), reading, name, tells=True))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_flag, check_range, fail
-from stiefel_opt.numerics import is_sharded, tangent_part, whole, widened
+from stiefel_opt.numerics import gathered, is_sharded, tangent_part, widened
 from stiefel_opt.tags import Stiefel, tangent_part_with_scale
 
 
@@ -61,7 +61,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norms = [norm for parameter in active for norm in _norms(parameter)]
     device = norms[0].device
-    together = torch.stack([whole(norm).to(device) for norm in norms])
+    together = torch.stack([gathered(norm).to(device) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         remedy = "look for the first parameter with a bad gradient, or skip the step"
@@ -99,4 +99,4 @@ def _matrices(tensor: Tensor, reading: Stiefel, index: int) -> Tensor:
     except RuntimeError:  # DTensor has no view of them
         if not is_sharded(tensor):
             raise
-        return widened(reading.matrices(whole(tensor), index))
+        return widened(reading.matrices(gathered(tensor), index))
