@@ -26,6 +26,7 @@ from stiefel_opt.numerics.geometry import gram_error as gram_error
 from stiefel_opt.numerics.geometry import newton_schulz as newton_schulz
 from stiefel_opt.numerics.geometry import orientation as orientation
 from stiefel_opt.numerics.geometry import orthonormality_tolerance as orthonormality_tolerance
+from stiefel_opt.numerics.geometry import polar as polar
 from stiefel_opt.numerics.geometry import polar_factor as polar_factor
 from stiefel_opt.numerics.geometry import positive_qr as positive_qr
 from stiefel_opt.numerics.geometry import project_tangent as project_tangent

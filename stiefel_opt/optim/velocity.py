@@ -52,7 +52,7 @@ class Range(NamedTuple):
         for kind in declared:
             if kind.name in written and kind.exists_for(*self.point.shape[-2:]):
                 value = written[kind.name]
-                value = value if kind.is_small else self.reading.stored(value, self.shape)
+                value = self.reading.stored(value, self.shape) if kind.is_tall else value
                 state[key_of(kind.name, self.number)] = value
         return state
 
@@ -143,7 +143,7 @@ def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) 
         for key, tensor in gathered.items():
             kind = form.known.get(key.partition(".")[0])
             if kind is not None and key == key_of(kind.name, index):
-                read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
+                read[kind.name] = own.matrices(tensor) if kind.is_tall else tensor
         matrices = own.matrices(part)
         point = matrices / own.scale_of(matrices)
         ranges.append(Range(index, own, part.shape, point, read))

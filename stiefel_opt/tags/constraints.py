@@ -132,10 +132,10 @@ def constrain(
         lost but the record stays: call :func:`retag` or :func:`param_groups`. The next forward pass
         warns of it (:class:`LostTagWarning`). Loading values that are off the manifold, from
         bfloat16 or another training, warns: call :func:`project_`. So do weights that look trained
-        and are moved here, a weight that is zero, an embedding with more rows than columns and no
-        ``scale``, the first step of an optimizer that knows no constraint, and now and then a
-        forward pass, without gradients or of weights that no optimizer steps, where these were
-        averaged or merged off the manifold.
+        and are moved here, a weight that is zero or has not full rank, an embedding with more rows
+        than columns and no ``scale``, the first step of an optimizer that knows no constraint, and
+        now and then a forward pass, without gradients or of weights that no optimizer steps, where
+        these were averaged or merged off the manifold.
     """
     if not isinstance(module, nn.Module):
         given = type(module).__name__
@@ -253,8 +253,10 @@ def apply_readings(
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
-            point = nearest(parameter, at_start(reading), name)
-            turned += turned_over(name, parameter, reading)
+            other = turned_over(name, parameter, reading)
+            is_told = bool(other) or not bool(parameter.any())
+            point = nearest(parameter, at_start(reading), name, tells=not is_told)
+            turned += other
             share = relative_move(parameter, point)
             if share == math.inf:
                 zero.append(name)

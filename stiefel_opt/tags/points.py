@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ from stiefel_opt.numerics.geometry import (
 )
 from stiefel_opt.numerics.linalg import are_finite, sym
 from stiefel_opt.tags.manifold import Stiefel, check_determinant, manifold_of
+
+# Singular values of products without full rank reach 4 times the rounding of the largest, for up to
+# 2048 rows. Of random n x n matrices one in 1 / (4 n eps) has so small a one: 1000 in float32.
+_SEVERAL: Final = 8
 
 
 def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
@@ -90,7 +94,7 @@ def nearest(
             if tells:
                 gaps = torch.ones(off.shape, dtype=gap.dtype, device=gap.device)
                 gaps[off] = gap
-                _warn_if_not_unique(gaps, matrices.size(-2))
+                warn_if_not_unique(name, gaps)
             scale: Any = reading.scale
             if reading.learn_scale:
                 scale = mean_singular_value(matrices[off], factor)
@@ -324,7 +328,7 @@ def polar(
         with no_autocast(wide):
             _check_finite(wide, tensor)
             points, gap = geometry.polar(wide, reading.determinant)
-            _warn_if_not_unique(gap, wide.size(-2))
+            warn_if_not_unique("tensor", gap)
             if reading.learn_scale:
                 mean = mean_singular_value(wide, points)
                 wide, scale = wide / mean, scale * mean
@@ -367,16 +371,16 @@ def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> Non
         raise ValueError(fail(name, "be finite", given))
 
 
-def _warn_if_not_unique(gap: Tensor, height: int) -> None:
-    """Warn of matrices of this height whose polar factor, by its gap, is one of several."""
+def warn_if_not_unique(name: str, gap: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Warn of matrices, known to this dtype, whose polar factor, by its gap, is one of several."""
     values = values_of(gap)
     if values is None:
         return
-    several = values <= height * torch.finfo(values.dtype).eps
+    several = values <= _SEVERAL * torch.finfo(dtype or values.dtype).eps
     if bool(several.any()):
         warnings.warn(
-            f"the nearest point is not unique{counted(several)}: two singular values, with their "
-            "signs, add up to zero, as without full rank; one of the nearest is returned",
+            f"the nearest point to `{name}` is not unique{counted(several)}: two singular values, "
+            "with their signs, add up to zero, as without full rank; one of the nearest is taken",
             stacklevel=users_level(),
         )
 
