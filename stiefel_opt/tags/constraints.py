@@ -30,7 +30,7 @@ from stiefel_opt.errors import (
     users_level,
 )
 from stiefel_opt.numerics.device import has_values
-from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded, replicated
 from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -69,7 +69,6 @@ def constrain(
     name: str | Iterable[str] | Callable[[str, nn.Parameter], bool] = "weight",
     *,
     heads: int | Sequence[int] | None = None,
-    blocks: int | Sequence[int] | None = None,
     rows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     flatten: bool | None = None,
     transposed: bool = False,
@@ -100,7 +99,6 @@ def constrain(
             blocks as the module stacks: one for each gate of ``nn.LSTM`` and ``nn.GRU`` and their
             cells, each group of a convolution, and each head of queries, keys and values in
             ``nn.MultiheadAttention``; one in all other modules. ``heads=1`` asks for one.
-        blocks: Another name of ``heads``.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
             read as the convolution whose adjoint it is, one row for each input channel.
@@ -142,11 +140,8 @@ def constrain(
         remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
         raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
     check_flag("project", project)
-    if heads is not None and blocks is not None:
-        raise ValueError(fail("blocks", "be None with heads", blocks, "they are the same"))
     if isinstance(scale, str) and scale not in ("keep", "rms"):
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
-    heads = blocks if heads is None else heads
     names_dims = not (row_dims is None and column_dims is None)
     is_said = names_dims or transposed or not (heads is None and rows is None)
     asked: dict[str, Stiefel] = {}
@@ -464,7 +459,7 @@ def _check_unrecorded(tensor: Tensor) -> None:
 
 def to_nearest_(tensor: Tensor, reading: Stiefel, name: str) -> None:
     """Replace every matrix of a tensor that is off the manifold by the nearest point."""
-    _write(tensor, nearest(whole(tensor.detach()), reading, name, tells=True))
+    _write(tensor, nearest(gathered(tensor.detach()), reading, name, tells=True))
 
 
 @torch.no_grad()
