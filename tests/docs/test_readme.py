@@ -53,7 +53,8 @@ def test_its_sentences_are_short() -> None:
 
 
 def test_what_a_sentence_is() -> None:
-    text = "# A\n\nOne [two](x.md). Three\nfour: five\n\n- six `a b`\n\n| 7 |\n| 8 |\n\n```text\n9\n```\n\nTen.\n"
+    text = "# A\n\nOne [two](x.md). Three\nfour: five\n\n- six `a b`\n\n"
+    text += "| 7 |\n| 8 |\n\n```text\n9\n```\n\nTen.\n"
     assert sentences_of(text) == ["One two.", "Three four:", "five", "six code", "Ten."]
 
 
