@@ -19,16 +19,8 @@ from stiefel_opt.tags import (
     rms_scale,
     table,
 )
-from stiefel_opt.tools.attention import (
-    EVERYTHING,
-    Names,
-    is_conv1d,
-    is_linear,
-    joined,
-    listed,
-    plans_of,
-    remedy_for,
-)
+from stiefel_opt.tools.attention import listed, plans_of, remedy_for
+from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
 
 
 @dataclass(frozen=True)
