@@ -254,9 +254,11 @@ def imported(module: str, package: str, otherwise: str = "") -> Any:
 class ProgressBar:
     """A bar of tqdm if ``shown``; with ``silent`` tqdm is required but nothing appears."""
 
-    def __init__(self, total: int, shown: bool, *, silent: bool = False) -> None:
+    def __init__(
+        self, total: int | None, shown: bool, *, silent: bool = False, unit: str = "step"
+    ) -> None:
         tqdm = imported("tqdm", "tqdm", ", or pass progress=False") if shown else None
-        self._bar = None if tqdm is None else tqdm.tqdm(total=total, unit="step", disable=silent)
+        self._bar = None if tqdm is None else tqdm.tqdm(total=total, unit=unit, disable=silent)
 
     def __enter__(self) -> Self:
         return self

@@ -24,11 +24,11 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_to_diagonal_,
     are_finite,
+    gram,
     identity_for,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
-    own_gram,
     plus_identity,
     symmetric_product,
 )
@@ -182,7 +182,7 @@ def step_factors_of(
     alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
     powers = skew.new_empty(1 if reads else 2, 2 * count, *skew.shape[1:])
     squares = powers[0]
-    own_gram(skew, squares[:count], alpha)
+    gram(skew, squares[:count], alpha)
     is_scaled = ahead is not None and count == 1 and sums.are_local and not reads
     pairs = () if is_scaled else also
     _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
@@ -325,7 +325,7 @@ def _of_square(
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
     turn, reads = compute(), reader.is_exact
     powers = turn.new_empty(1 if reads else 2, *turn.shape)
-    own_gram(turn, powers[0], 1.0 if isinstance(lr, Tensor) else lr * lr)
+    gram(turn, powers[0], 1.0 if isinstance(lr, Tensor) else lr * lr)
     count, size = turn.size(0), turn.size(-1)
     del turn
     limit = largest_bound(powers[0]) if reads and not isinstance(lr, Tensor) else math.inf

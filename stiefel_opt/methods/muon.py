@@ -54,12 +54,12 @@ from stiefel_opt.numerics import (
     add_product,
     add_product_,
     add_to_diagonal_,
+    cross_gram,
     finest_dtype,
     gram,
     half_error_,
     identity_for,
     inner_product,
-    own_gram,
     product,
     reader_for,
     roots,
@@ -173,7 +173,7 @@ def spectral_gap(
     work = parts.skew.dtype
     tall = direction.to(work)
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
-    packed = torch.cat([own_gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
+    packed = torch.cat([gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
     packed = sums.add(packed)
     length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
     finite = (parts.square + parts.skew).isfinite().all(dim=-1, keepdim=True)
@@ -345,7 +345,7 @@ def _solve(
         return _solve_square(point, moving, tolerance, 3.0 * smoothing, reads)
     moving, parts = _tangent_parts(point, moving, sums, reads)
     m, single = point.size(-1), torch.promote_types(point.dtype, torch.float32)
-    scale, spread = _scale_of(parts.square + own_gram(parts.skew))
+    scale, spread = _scale_of(parts.square + gram(parts.skew))
     scale = (scale.square() + parts.noise).sqrt()  # M_T may be no more than rounding
     limits = torch.finfo(scale.dtype)
     sound = (scale > (limits.tiny / limits.eps) ** 0.5) & scale.isfinite()
@@ -362,7 +362,7 @@ def _solve(
     inner = skew(polar[:, :m, :m]).to(own.dtype)
     outer = polar[:, m:, :m].to(own.dtype)
     inverse: Tensor = torch.linalg.solve_triangular(upper, outer, upper=True)
-    length = sym(own_gram(inner) + torch.bmm(inverse.mH, torch.bmm(own, inverse)))
+    length = sym(gram(inner) + torch.bmm(inverse.mH, torch.bmm(own, inverse)))
     along = inverse * factor
     # What M is multiplied by must fit into the dtype of M; where M is too small for that, D = 0.
     largest = along.abs().amax(dim=(-2, -1), keepdim=True)
@@ -388,7 +388,7 @@ def _solve_square(
     point: Tensor, moving: Tensor, tolerance: float, smoothing: float, reads: bool
 ) -> _Direction:
     """Find P with D = X P: the polar factor of K."""
-    inner = gram(point, moving)
+    inner = cross_gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
     finite = largest.isfinite()
     sound = (largest > 0) & finite
@@ -415,7 +415,7 @@ def _polar_factor(
     costs is at most the sum of l d (1 - d) <= l (1 - d^2) (0.28 + 0.27 d^2), known from P'P. So l
     starts near what random matrices need, and falls only where a larger part of K is small.
     """
-    square = own_gram(matrix)
+    square = gram(matrix)
     trace = trace_of(square)
     # u^2; singular values of real skew matrices other than 0 come in pairs
     share = 1.0 if matrix.is_complex() else 0.5**0.5
@@ -440,7 +440,7 @@ def _polar_factor(
         regular = add_to_diagonal_(square * pulls[-1], 1.0)
         solved = torch.cholesky_solve(polar, torch.linalg.cholesky_ex(regular).L)  # they commute
         polar = skew(solved).mul_(2.0 * pulls[-1] ** 0.5)
-        square = own_gram(polar)
+        square = gram(polar)
     factors: list[float] = []
     while True:
         lower = _pulled(low, pulls)
@@ -453,7 +453,7 @@ def _polar_factor(
             factors.append(factor)
             if len(factors) % 3 == 0:  # what is not skew grows as small singular values do
                 polar = skew(polar)
-            square = own_gram(polar)
+            square = gram(polar)
         if low <= least:
             break
         lost = (0.28 * m - 0.01 * trace_of(square) - 0.27 * square_norm(square)) * low
@@ -519,7 +519,7 @@ def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums, reads: bool) -> tu
 
 def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
     """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
-    inner, own, point_own = gram(tall, other), own_gram(other), own_gram(tall)
+    inner, own, point_own = cross_gram(tall, other), gram(other), gram(tall)
     if not sums.are_local:
         diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         triangles = own.triu() + point_own.tril(-1)
@@ -531,7 +531,7 @@ def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
         own = triangles.triu() + triangles.triu(1).mH
     correction = _correction_of(point_own)  # exactly: Q may be far smaller than |M|^2
     inner = inner.baddbmm(correction, inner)
-    square = sym(own - own_gram(inner))
+    square = sym(own - gram(inner))
     noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, correction, noise)
 

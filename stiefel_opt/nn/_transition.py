@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from stiefel_opt.errors import check_choice, check_options, fail
 from stiefel_opt.numerics import random_point, widened, working_dtype
 from stiefel_opt.parametrizations import CWY, MAPS, cwy_factors, draw_rotation, orthogonal
-from stiefel_opt.tags import PROJECTS, Stiefel, constrain, project_, readings
+from stiefel_opt.tags import PROJECTS, Stiefel, apply_readings, constrain, project_, readings
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
@@ -99,7 +99,7 @@ def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa:
             copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             setattr(module.get_submodule(path), leaf, copied)
         if reading.learn_scale:  # a loaded scale is kept
-            constrain(module, name, **reading.as_dict(), project=False)
+            apply_readings(module, {name: reading}, project=False)
             project_(module.get_parameter(name))
         else:
-            constrain(module, name, **reading.as_dict())
+            apply_readings(module, {name: reading})

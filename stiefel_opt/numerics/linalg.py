@@ -91,7 +91,7 @@ def are_finite(matrices: Tensor) -> Tensor:
     return matrices.isfinite().all(dim=-1).all(dim=-1)
 
 
-def gram(left: Tensor, right: Tensor) -> Tensor:
+def cross_gram(left: Tensor, right: Tensor) -> Tensor:
     """Return left' right, small, for two tall batches ``(k, n, m)``."""
     rows = right.size(-2)
     if right.size(-1) > _FEW_COLUMNS or rows <= _ROWS_AT_A_TIME:
@@ -102,14 +102,14 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
     return total.baddbmm_(left[:, most:].mH, right[:, most:])
 
 
-def own_gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+def gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor:
     """Return alpha A'A for a tall batch ``(k, n, m)``, in the memory ``into`` if there is some."""
     if is_halved(tall):
         return symmetric_product(tall.mH, tall, into, alpha=alpha)
     if into is None:
-        return gram(tall, tall) if alpha == 1 else gram(tall, tall).mul_(alpha)
+        return cross_gram(tall, tall) if alpha == 1 else cross_gram(tall, tall).mul_(alpha)
     if tall.size(-1) <= _FEW_COLUMNS and tall.size(-2) > _ROWS_AT_A_TIME:
-        return torch.mul(gram(tall, tall), alpha, out=into)
+        return torch.mul(cross_gram(tall, tall), alpha, out=into)
     return into.baddbmm_(tall.mH, tall, beta=0.0, alpha=alpha)
 
 
@@ -145,9 +145,11 @@ class Sums:
         With ``into`` the first pair is a tall matrix twice, and alpha A'A is put there.
         """
         rest = pairs if into is None or self.row_sum is not None else pairs[1:]
-        products = [own_gram(left) if left is right else gram(left, right) for left, right in rest]
+        products = [
+            gram(left) if left is right else cross_gram(left, right) for left, right in rest
+        ]
         if self.row_sum is None or not products:
-            return products if into is None else [own_gram(pairs[0][0], into, alpha), *products]
+            return products if into is None else [gram(pairs[0][0], into, alpha), *products]
         packed = self.row_sum(torch.cat(products, dim=-1))
         products = list(torch.split(packed, products[0].size(-1), dim=-1))
         if into is not None:
@@ -342,7 +344,7 @@ def largest_stretch(matrix: Tensor) -> Tensor:
     size: Tensor = torch.linalg.vector_norm(matrix, ord=math.inf, dim=(-2, -1), keepdim=True)
     matrix = matrix / size.clamp(min=1e-30)  # powers must not overflow
     if matrix.numel() <= FEW:
-        return infinity_norm(own_gram(matrix)).sqrt() * size
+        return infinity_norm(gram(matrix)).sqrt() * size
     image = matrix @ (matrix.mH @ _kept(_without_structure, matrix))
     before: Tensor = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
     after: Tensor = torch.linalg.vector_norm(matrix.mH @ image, dim=-2, keepdim=True)

@@ -152,7 +152,7 @@ class GroupIndex:
                 layouts[key] = shards_of(parameter, manifold)
             called = partial(checks.name_of, parameter, optimizer.param_groups)
             if (shards := layouts[key]) is not None:
-                checks.check_sharing(shards, parameter, optimizer, called)
+                checks.check_sharing(shards, parameter, optimizer, self.declared, called)
             states, records = optimizer.state, optimizer.records
             if records.drop_unfit(states, parameter, manifold, self.declared):
                 restarted.append(parameter)

@@ -162,7 +162,7 @@ class Stack:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
         wide = self.blocks[0].wide
         state = {
-            name: as_batch(tensor.mT if wide and not self.declared[name].is_small else tensor)[rows]
+            name: as_batch(tensor.mT if wide and self.declared[name].is_tall else tensor)[rows]
             for name, tensor in self._whole.items()
         }
         count = len(self.blocks) * self.each
@@ -191,7 +191,7 @@ class Stack:
         shown = [block.weight.state[key] for block, key in zip(self.blocks, keys, strict=True)]
         tensors = [local_part(tensor).detach() for tensor in shown]
         first, shape = self.blocks[0], tensors[0].shape
-        if not kind.is_small:  # laid out in the order of the matrices
+        if kind.is_tall:  # laid out in the order of the matrices
             matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
             tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
 
@@ -199,7 +199,7 @@ class Stack:
             for block, key, earlier, view in zip(
                 self.blocks, keys, shown, views_of(whole), strict=True
             ):
-                if not kind.is_small:
+                if kind.is_tall:
                     view = block.stored(view.mT if first.wide else view, shape)
                 if block.weight.shards is not None:
                     view = block.weight.shards.like(view, earlier)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stiefel_opt.errors import fail
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.numerics.distributed import is_sharded, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded
 from stiefel_opt.numerics.linalg import skew as skew_part
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import reading
@@ -52,7 +52,7 @@ class Range(NamedTuple):
         for kind in declared:
             if kind.name in written and kind.exists_for(*self.point.shape[-2:]):
                 value = written[kind.name]
-                value = value if kind.is_small else self.reading.stored(value, self.shape)
+                value = self.reading.stored(value, self.shape) if kind.is_tall else value
                 state[key_of(kind.name, self.number)] = value
         return state
 
@@ -136,14 +136,14 @@ def group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
 
 def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) -> list[Range]:
     """Return the constrained ranges of a parameter with their state, in whatever form it is."""
-    gathered = {key: whole(t) for key, t in state.items() if isinstance(t, Tensor)}
-    value, ranges = point_of(whole(parameter.detach()), gathered), []
+    values = {key: gathered(t) for key, t in state.items() if isinstance(t, Tensor)}
+    value, ranges = point_of(gathered(parameter.detach()), values), []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
-        for key, tensor in gathered.items():
+        for key, tensor in values.items():
             kind = form.known.get(key.partition(".")[0])
             if kind is not None and key == key_of(kind.name, index):
-                read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
+                read[kind.name] = own.matrices(tensor) if kind.is_tall else tensor
         matrices = own.matrices(part)
         point = matrices / own.scale_of(matrices)
         ranges.append(Range(index, own, part.shape, point, read))

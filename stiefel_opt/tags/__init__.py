@@ -30,7 +30,8 @@ from stiefel_opt.tags.points import nearest as nearest
 from stiefel_opt.tags.points import random_point as random_point
 from stiefel_opt.tags.points import reading_of as reading_of
 from stiefel_opt.tags.points import rms_scale as rms_scale
-from stiefel_opt.tags.points import tangent_part as tangent_part
+from stiefel_opt.tags.points import tangent_part_with_scale as tangent_part_with_scale
+from stiefel_opt.tags.points import warn_if_not_unique as warn_if_not_unique
 from stiefel_opt.tags.report import constrained as constrained
 from stiefel_opt.tags.report import in_words as in_words
 from stiefel_opt.tags.report import orthonormality_error as orthonormality_error

@@ -119,14 +119,12 @@ class Stiefel:
     # ---- as plain data -------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the reading as numbers, booleans and lists, for param groups and state_dicts."""
-        ranges = None if self.rows is None else [list(pair) for pair in self._ranges()]
-        heads = list(self.heads) if isinstance(self.heads, tuple) else self.heads
-        data = dict(vars(self), heads=heads, rows=ranges)
-        for name in ("determinant", "row_dims", "column_dims"):
-            if (value := data.pop(name, None)) is not None:  # else as before it existed
-                data[name] = list(value) if isinstance(value, tuple) else value
-        return data
+        """Return the reading as numbers, booleans and lists, for param groups and state_dicts.
+
+        Fields at their default are left out.
+        """
+        values = [(each, getattr(self, each.name)) for each in fields(self)]
+        return {each.name: _as_list(value) for each, value in values if value != each.default}
 
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:
@@ -419,6 +417,11 @@ def check_determinant(determinant: object) -> None:
 def tall(matrix: Tensor) -> Tensor:
     """View of shape ``(..., n, m)`` with n >= m that shares storage with ``matrix``."""
     return matrix if matrix.size(-2) >= matrix.size(-1) else matrix.mT
+
+
+def _as_list(value: Any) -> Any:
+    """Return tuples, and tuples in them, as lists, as JSON does."""
+    return [_as_list(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _normal_ranges(rows: object) -> Ranges | None:

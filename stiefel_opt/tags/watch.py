@@ -36,7 +36,7 @@ from stiefel_opt.numerics.device import (
     reader_for,
     untraced,
 )
-from stiefel_opt.numerics.distributed import is_sharded, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded
 from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance, widened
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
@@ -491,7 +491,7 @@ def _warn_if_off(
             continue  # torch refuses it
         if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
             continue  # offloaded: no process group can gather it
-        loaded = whole(value).to(parameter.dtype)
+        loaded = gathered(value).to(parameter.dtype)
         if leaf in module.__dict__.get(KEEPS, ()):
             reading = _rescaled(module, leaf, loaded, prefix + leaf)
         error = float(largest_error(widened(loaded), reading))

@@ -125,7 +125,7 @@ def test_a_matrix_without_a_unique_nearest_point_is_told_of(determinant):
 )
 @pytest.mark.parametrize("matrix", [torch.zeros(4, 3), torch.ones(4, 3)], ids=["zero", "rank 1"])
 def test_initial_values_without_a_unique_nearest_point_are_told_of(matrix, make):
-    with pytest.warns(UserWarning, match="the nearest point is not unique"):
+    with pytest.warns(UserWarning, match="the nearest point to `.*` is not unique"):
         make(matrix)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import threading
 import warnings
@@ -107,7 +108,7 @@ class Drawn:
         holder.weight = parameter
         with warnings.catch_warnings():  # a drawn weight may have the shape of a fused projection
             warnings.filterwarnings("ignore", ".*three times as many rows as columns")
-            so.constrain(holder, **self.manifold.as_dict())
+            so.constrain(holder, **dataclasses.asdict(self.manifold))
         return parameter
 
     def grad(self, parameter: Tensor, step: int) -> Tensor:

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import io
+import itertools
 import math
 import pickle
 import re
@@ -37,23 +38,25 @@ from stiefel_opt.functional import project_tangent, retract
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 SECTION = PAGE.read_text(encoding="utf-8").partition("\n## A rule in one file\n")[2]
-(SOURCE,) = re.findall(r"^```python\n(.*?)^```$", SECTION.partition("\n## ")[0], re.M | re.S)
+SOURCE, SHAMPOO = re.findall(r"^```python\n(.*?)^```$", SECTION.partition("\n## ")[0], re.M | re.S)
 NAME = "rule_in_contributing"  # of a module, so that its classes can be pickled
 LR, BETAS, DECAY = 0.05, (0.9, 0.99), 0.1
 
 
 def as_printed() -> tuple[types.ModuleType, str]:
-    """The block, executed; and what it prints."""
+    """The blocks, executed; and what they print."""
     module = types.ModuleType(NAME)
     sys.modules[NAME] = module
     with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()) as printed:
         torch.manual_seed(0)
         exec(compile(SOURCE, str(PAGE), "exec"), module.__dict__)
+        exec(compile(SHAMPOO, str(PAGE), "exec"), module.__dict__)
     return module, printed.getvalue()
 
 
 LION, PRINTED = as_printed()
 Lion: Any = LION.StiefelLion
+Shampoo: Any = LION.TwoSidedShampoo
 
 
 def lion(params: Any, **options: Any) -> Any:
@@ -72,6 +75,7 @@ def test_the_block_has_at_most_sixty_lines_and_its_rule_twenty() -> None:
     (rule,) = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)]
     assert 5 <= len(list(filter(str.strip, lines[rule.lineno - 1 : rule.end_lineno]))) <= 20
     assert 30 <= len(list(filter(str.strip, lines))) <= 60
+    assert 20 <= len(SHAMPOO.splitlines()) <= 60
 
 
 def test_it_prints_a_report_of_its_last_step() -> None:
@@ -151,6 +155,39 @@ class Slow:
         self.momentum = BETAS[1] * momentum + (1 - BETAS[1]) * grad
 
 
+class SlowShampoo:
+    """Two-sided Shampoo by float64 eigenvalues, one matrix after the other; SGD without a tag."""
+
+    def __init__(self, parameter: Tensor, manifold: Any) -> None:
+        self.value, self.manifold = parameter.detach().clone(), manifold
+        self.left: dict[Any, Tensor] = {}
+        self.right: dict[Any, Tensor] = {}
+
+    def step(self, grad: Tensor) -> None:
+        old = self.value.clone()
+        self.value = old - LR * grad  # plain rows
+        pairs = zip(*(self.manifold.blocks(t) for t in (old, self.value, grad)), strict=True)
+        for number, ((part, reading), (new, _), (slope, _)) in enumerate(pairs):
+            X, G, scale = reading.matrices(part), reading.matrices(slope), reading.scale
+            moved = torch.empty_like(X)
+            for place in itertools.product(*map(range, X.shape[:-2])):
+                x, g, key = X[place] / scale, G[place], (number, place)
+                self.left[key] = self.left.get(key, torch.eye(len(x))) + g @ g.mH
+                self.right[key] = self.right.get(key, torch.eye(x.size(1))) + g.mH @ g
+                direction = root(self.left[key]) @ g @ root(self.right[key])
+                inner = x.mH @ direction
+                tangent = direction - x @ (inner + inner.mH) / 2
+                left, _, right = torch.linalg.svd(x - LR / scale * tangent, full_matrices=False)
+                moved[place] = scale * (left @ right)
+            new.copy_(reading.stored(moved, new.shape))
+
+
+def root(A: Tensor) -> Tensor:
+    """A^(-1/4)."""
+    values, vectors = torch.linalg.eigh(A)
+    return vectors @ torch.diag(values**-0.25).to(A) @ vectors.mH
+
+
 WEIGHTS: dict[str, tuple[tuple[int, ...], dict[str, Any] | None]] = {
     "tall": ((9, 4), {}),
     "wide": ((4, 9), {}),
@@ -200,7 +237,35 @@ def test_it_follows_the_slow_loop(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(weight.detach(), slow.value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in WEIGHTS if WEIGHTS[name][1] is not None])
+CONSTRAINED = [name for name in WEIGHTS if WEIGHTS[name][1] is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_state_of_n_x_n_follows_the_slow_loop_through_a_checkpoint(
+    name: str, dtype: torch.dtype
+) -> None:
+    weight = weight_of(name, dtype)
+    slow, opt = SlowShampoo(weight, weight.manifold), Shampoo([weight], lr=LR)
+    for step in range(12):
+        weight.grad = grad_of(weight, step)
+        opt.step()
+        slow.step(weight.grad)
+        if step == 6:
+            saved = through_file(opt.state_dict())
+            opt = Shampoo([weight], lr=LR)
+            opt.load_state_dict(saved)
+    torch.testing.assert_close(weight.detach(), slow.value, rtol=0, atol=1e-10)
+    for index, (part, reading) in enumerate(weight.manifold.blocks(weight.detach())):
+        *lead, n, m = reading.matrices(part).shape
+        shapes = {"left": (*lead, n, n), "right": (*lead, m, m)}
+        for key, shape in shapes.items():
+            assert opt.state[weight][f"{key}.{index}" if index else key].shape == shape
+    with pytest.raises(ValueError, match="must keep its momentum as Z and U, got left, right"):
+        opt.velocity(weight)
+
+
+@pytest.mark.parametrize("name", CONSTRAINED)
 def test_bfloat16_has_a_master_on_the_manifold(name: str) -> None:
     weight = weight_of(name, torch.bfloat16)
     opt = lion([weight])
@@ -374,10 +439,13 @@ def parts(name: str, dim: int) -> tuple[Any, Any, Callable[[Tensor], Any]]:
     return whole, shard, share
 
 
-def follow_one_process() -> None:
-    for name, dim in SHARED.values():
+WHOLE = {"batch": ("batch", 0), "heads": ("heads", 0)}  # matrices on each process
+
+
+def follow_one_process(make: Any = lion, cases: Any = SHARED) -> None:
+    for name, dim in cases.values():
         whole, shard, share = parts(name, dim)
-        alone, opt = lion([whole]), lion([shard])
+        alone, opt = make([whole]), make([shard])
         for step in range(12):
             whole.grad = grad_of(whole, step)
             shard.grad = share(whole.grad)
@@ -402,6 +470,12 @@ class Inherited(so.ProjectedRGD):
 
     def rule_for(self, group: Any) -> Any:  # noqa: ARG002
         return move_straight
+
+
+class SummingShampoo(Shampoo):  # type: ignore[misc]
+    """State of n x n whose author promises sums over rows, which are not enough for it."""
+
+    sums_over_rows = True
 
 
 def move_straight(X: Tensor, G: Tensor, state: Any, *, lr: Any, sums: Any, **_: Any) -> Any:  # noqa: ARG001
@@ -457,8 +531,9 @@ def refuse_shared_plain_rows() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no processes")
 def test_two_processes_that_share_rows_follow_one() -> None:
-    refused = [(refuse_shared_rows, own) for own in (Undeclared, Inherited)]
-    run(2, (follow_one_process,), *refused, (refuse_shared_plain_rows,))
+    refused = [(refuse_shared_rows, own) for own in (Undeclared, Inherited, SummingShampoo)]
+    whole_matrices = (follow_one_process, Shampoo, WHOLE)
+    run(2, (follow_one_process,), whole_matrices, *refused, (refuse_shared_plain_rows,))
 
 
 # ---- whatever it is called
@@ -735,7 +810,8 @@ def test_a_first_step_without_a_retraction_warns() -> None:
         {"symmetry": "symmetric"},
         {"symmetry": "normal", "shape": "mm"},
         {"symmetry": "orthogonal"},
-        {"shape": "nn"},
+        {"symmetry": "normal", "shape": "nn"},
+        {"shape": "kk"},
     ],
     ids=str,
 )

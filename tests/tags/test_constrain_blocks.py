@@ -73,18 +73,11 @@ def test_training_keeps_every_block(name: str) -> None:
     torch.testing.assert_close(gram, torch.eye(gram.size(-1)).expand_as(gram))
 
 
-@pytest.mark.parametrize("options", [{"heads": 1}, {"blocks": 1}, {"rows": (0, 32)}])
+@pytest.mark.parametrize("options", [{"heads": 1}, {"rows": (0, 32)}])
 def test_what_is_asked_for_overrides(options: dict[str, object]) -> None:
     lstm = so.constrain(nn.LSTM(6, 8), "weight_hh_l0", **options)
     torch.testing.assert_close(lstm.weight_hh_l0.T @ lstm.weight_hh_l0, torch.eye(8))
     assert "gate" not in str(so.report(lstm))
-
-
-def test_blocks_is_another_name_of_heads() -> None:
-    lstm = so.constrain(nn.LSTM(6, 8), "weight_hh_l0", blocks=2)
-    assert lstm.weight_hh_l0.manifold == so.Stiefel(heads=2)
-    with pytest.raises(ValueError, match="`blocks` must be None with heads, got 2; they are the"):
-        so.constrain(lstm, "weight_hh_l0", heads=4, blocks=2)
 
 
 def test_kernels_one_by_one_are_read_as_asked() -> None:

@@ -1,6 +1,7 @@
 """Dimensions that are rows and columns: each reading against a matrix permuted by hand."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -416,8 +417,10 @@ def test_equal_readings_are_one_in_checkpoints_and_tied_weights(
     model = nn.Module()
     model.first, model.second = nn.Module(), nn.Module()
     model.first.w = model.second.w = nn.Parameter(torch.randn(shape))
-    so.constrain(model, "first.w", **one.as_dict())
-    so.constrain(model, "second.w", **other.as_dict())  # no other reading of the tied weight
+    so.constrain(model, "first.w", **dataclasses.asdict(one))
+    so.constrain(
+        model, "second.w", **dataclasses.asdict(other)
+    )  # no other reading of the tied weight
     unlike = Stiefel(row_dims=(1, 0) if one != Stiefel() else (0, 1))
     with pytest.raises(ValueError, match="must be the saved one"):
         build(unlike)[1].load_state_dict(runs[0][1].state_dict())

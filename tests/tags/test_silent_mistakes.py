@@ -1,6 +1,7 @@
 """Mistakes that used to be silent warn once, by name and with a remedy."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 from collections.abc import Iterator
@@ -526,7 +527,7 @@ def test_the_report_says_how_far_a_weight_moved() -> None:
 @pytest.mark.parametrize("name", READINGS)
 def test_keep_takes_the_scale_that_keeps_the_norm(name: str) -> None:
     shape, reading = READINGS[name]
-    options = (reading or so.Stiefel()).as_dict()
+    options = dataclasses.asdict(reading or so.Stiefel())
     module = nn.Module()
     module.weight = nn.Parameter(0.2 * torch.randn(shape, dtype=torch.float64))
     norm = module.weight.detach().norm()

@@ -40,7 +40,7 @@ def test_a_row_that_pads_is_told_and_stays_zero_as_the_remedy_says(kind: Any, pl
 @pytest.mark.parametrize("shape", [(9, 2), (2, 9)])
 def test_maps_compute_the_row_that_pads_too(shape: tuple[int, int]) -> None:
     texts = warnings_of(lambda: so.orthogonal(nn.Embedding(*shape, padding_idx=1)))
-    assert ["row 1 of `weight` pads" in text for text in texts][-1:] == [True]
+    assert "row 1 of `weight` pads" in " ".join(texts)
 
 
 # ---- several matrices one above the other ------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from stiefel_opt.errors import fail, type_name
-from stiefel_opt.lipschitz.functions import apply_function
-from stiefel_opt.lipschitz.graphs import (
+from stiefel_opt.nn.lipschitz.functions import apply_function
+from stiefel_opt.nn.lipschitz.graphs import (
     ADD_A_RULE,
     Shape,
     Traced,
@@ -26,7 +26,7 @@ from stiefel_opt.lipschitz.graphs import (
     module_bound,
     module_shape,
 )
-from stiefel_opt.lipschitz.rules import Size
+from stiefel_opt.nn.lipschitz.rules import Size
 
 
 @torch.no_grad()

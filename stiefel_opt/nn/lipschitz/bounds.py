@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stiefel_opt.errors import check_count, check_module, fail, type_name
-from stiefel_opt.lipschitz.graphs import ADD_A_RULE, check_modules, unwrapped
-from stiefel_opt.lipschitz.walk import walk_graph
+from stiefel_opt.nn.lipschitz.graphs import ADD_A_RULE, check_modules, unwrapped
+from stiefel_opt.nn.lipschitz.walk import walk_graph
 
 
 def lipschitz_bound(model: nn.Module, input_size: Sequence[int] | None = None) -> float:

@@ -5,8 +5,10 @@ Slopes of activations are rounded up in the last digit.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -14,13 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt.errors import fail, type_name
-from stiefel_opt.lipschitz.norms import (
-    NEEDS_SIZE,
-    convolution_norm,
-    exact,
-    pool_counts,
-    spectral_norm,
-)
 from stiefel_opt.nn import (
     BetaAbs,
     IsometricConv2d,
@@ -28,6 +23,13 @@ from stiefel_opt.nn import (
     MaxMin,
     ShiftConv2d,
     SpatialShift,
+)
+from stiefel_opt.nn.lipschitz.norms import (
+    NEEDS_SIZE,
+    convolution_norm,
+    exact,
+    pool_counts,
+    spectral_norm,
 )
 from stiefel_opt.tags import ManifoldParameter
 
@@ -41,6 +43,7 @@ class Rule(NamedTuple):
     bound: Callable[..., float]
     asks_size: bool = False
     kind: type[nn.Module] | None = None  # whose forward pass it is about
+    keeps_shape: bool = False  # whether outputs are of the shape of inputs
 
 
 RULES: Final[dict[type[nn.Module], Rule]] = {}
@@ -71,7 +74,8 @@ def lipschitz_rule(kind: type[nn.Module]) -> Callable[[FunctionT], FunctionT]:
     def register(function: FunctionT) -> FunctionT:
         if not callable(function):
             raise TypeError(fail("rule", "be a function of the module", repr(function)))
-        RULES[kind] = Rule(function, kind=kind)
+        keeps_shape = kind in RULES and RULES[kind].keeps_shape
+        RULES[kind] = Rule(function, False, kind, keeps_shape)
         return function
 
     return register
@@ -111,9 +115,11 @@ def _overrides(module: nn.Module, above: Sequence[type], base: type) -> bool:
 # ---- products ------------------------------------------------------------------------------------
 
 
-def _rule(*kinds: type[nn.Module], asks_size: bool = False) -> Callable[[FunctionT], FunctionT]:
+def _rule(
+    *kinds: type[nn.Module], asks_size: bool = False, keeps_shape: bool = False
+) -> Callable[[FunctionT], FunctionT]:
     def register(function: FunctionT) -> FunctionT:
-        RULES.update({kind: Rule(function, asks_size, kind) for kind in kinds})
+        RULES.update({kind: Rule(function, asks_size, kind, keeps_shape) for kind in kinds})
         return function
 
     return register
@@ -198,11 +204,11 @@ def _isometric(module: IsometricConv2d, size: Size) -> float:
 # ---- without weights -----------------------------------------------------------------------------
 
 
-def _constant(value: float, *kinds: type[nn.Module]) -> None:
-    RULES.update({kind: Rule(lambda _: value, kind=kind) for kind in kinds})
+def _constant(value: float, *kinds: type[nn.Module], keeps_shape: bool = False) -> None:
+    RULES.update({kind: Rule(lambda _: value, False, kind, keeps_shape) for kind in kinds})
 
 
-SLOPES: Final[dict[str, float]] = {  # of functions without a parameter, by their names in torch
+SLOPES: Final[dict[str, float]] = {  # of functions without options, by their names in torch
     **dict.fromkeys(("relu", "relu6", "tanh", "softsign", "logsigmoid", "tanhshrink"), 1.0),
     **dict.fromkeys(("abs", "neg"), 1.0),
     "sigmoid": 0.25,
@@ -212,22 +218,85 @@ SLOPES: Final[dict[str, float]] = {  # of functions without a parameter, by thei
     "silu": 1.09984,
     "mish": 1.08850,
 }
-GELU: Final = 1.12905  # exact and by tanh
 
-_constant(1.0, nn.ReLU, nn.ReLU6, nn.Tanh, nn.Hardtanh, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink)
-_constant(1.0, nn.Softshrink, nn.Identity, nn.Flatten, nn.Unflatten)
-_constant(1.0, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
-_constant(0.5, nn.Softmax, nn.Softmin)
+for _kind in (
+    *(nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink),
+    *(nn.Sigmoid, nn.Hardsigmoid, nn.Hardswish, nn.SELU, nn.SiLU, nn.Mish),
+):
+    _constant(SLOPES[_kind.__name__.lower()], _kind, keeps_shape=True)
+_constant(1.0, nn.Hardtanh, nn.Softshrink, nn.Identity, nn.ChannelShuffle, keeps_shape=True)
+_constant(1.0, SpatialShift, MaxMin, BetaAbs, keeps_shape=True)
+_constant(0.5, nn.Softmax, nn.Softmin, keeps_shape=True)
+_constant(1.0, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, L2Pool2d)
 _constant(1.0, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _constant(1.0, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
-_constant(1.0, SpatialShift, MaxMin, BetaAbs, L2Pool2d)
-_constant(SLOPES["sigmoid"], nn.Sigmoid)
-_constant(SLOPES["hardsigmoid"], nn.Hardsigmoid)
-_constant(SLOPES["hardswish"], nn.Hardswish)
-_constant(SLOPES["selu"], nn.SELU)
-_constant(SLOPES["silu"], nn.SiLU)
-_constant(SLOPES["mish"], nn.Mish)
-_constant(GELU, nn.GELU)
+
+
+def _in_evaluation(name: str, training: bool) -> None:
+    if training:
+        given = "training mode"
+        raise ValueError(fail(name, "be in evaluation mode", given, "call model.eval()"))
+
+
+@_rule(nn.RReLU, keeps_shape=True)
+def _random_relu(module: nn.RReLU) -> float:
+    _in_evaluation("RReLU", module.training)
+    return steepest((module.lower + module.upper) / 2.0)
+
+
+@_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, keeps_shape=True)
+def _batch_norm(module: Any) -> float:
+    """The largest gain over deviation, of the statistics that are kept."""
+    _in_evaluation(type(module).__name__, module.training)
+    if module.running_var is None:
+        wanted, given = "have running statistics", "none"
+        raise ValueError(fail(type(module).__name__, wanted, given, "track_running_stats=True"))
+    gain = exact(module.running_var).add(module.eps).rsqrt()
+    gain = gain if module.weight is None else gain * exact(module.weight).abs()
+    return float(gain.max())
+
+
+# ---- functions of torch, and the modules that have their options ---------------------------------
+
+
+class Function(NamedTuple):
+    """The bound of a function of torch by its options, by ``size`` if it asks for that."""
+
+    bound: Callable[..., float]
+    keeps_shape: bool
+
+    def of(self, size: Size, *args: Any, **kwargs: Any) -> float:
+        """Return the bound for an input of this size and these options."""
+        more = {"size": size} if "size" in inspect.signature(self.bound).parameters else {}
+        return self.bound(*args, **kwargs, **more)
+
+    def of_module(self, module: nn.Module, size: Size) -> float:
+        """Return the bound of a module whose attributes are called as the options are."""
+        names = inspect.signature(self.bound).parameters
+        return self.of(size, **{n: getattr(module, n) for n in names if hasattr(module, n)})
+
+
+NAMED: Final[dict[str, Function]] = {}
+
+
+def _function(
+    kinds: Mapping[str, type[nn.Module]], *, keeps_shape: bool = True
+) -> Callable[[FunctionT], FunctionT]:
+    """Decorator: the bound of functions by their names, and of the modules that call them."""
+
+    def register(bound: FunctionT) -> FunctionT:
+        counts = "count" in inspect.signature(bound).parameters  # directions: "max_pool2d"
+        for name, kind in kinds.items():
+            own = functools.partial(bound, count=int(name[-2])) if counts else bound
+            NAMED[name] = Function(own, keeps_shape)
+            RULES[kind] = Rule(NAMED[name].of_module, True, kind, keeps_shape)
+        return bound
+
+    return register
+
+
+def _by_directions(name: str, kind: str) -> dict[str, type[nn.Module]]:
+    return {name.format(n): getattr(nn, kind.format(n)) for n in (1, 2, 3)}
 
 
 def steepest(*slopes: float) -> float:
@@ -235,65 +304,43 @@ def steepest(*slopes: float) -> float:
     return max(1.0, *map(abs, slopes))
 
 
-@_rule(nn.LeakyReLU)
-def _leaky(module: nn.LeakyReLU) -> float:
-    return steepest(module.negative_slope)
+@_function({"leaky_relu": nn.LeakyReLU})
+def _leaky(negative_slope: float = 0.01, inplace: bool = False) -> float:
+    return steepest(negative_slope)
 
 
-@_rule(nn.ELU)
-def _elu(module: nn.ELU) -> float:
-    return steepest(module.alpha)
+@_function({"elu": nn.ELU})
+def _elu(alpha: float = 1.0, inplace: bool = False) -> float:
+    return steepest(alpha)
 
 
-@_rule(nn.PReLU)
-def _prelu(module: nn.PReLU) -> float:
-    return steepest(float(module.weight.detach().abs().max()))
+@_function({"celu": nn.CELU})
+def _celu(alpha: float = 1.0, inplace: bool = False) -> float:
+    return 1.0 if alpha > 0 else math.inf
 
 
-@_rule(nn.RReLU)
-def _random_relu(module: nn.RReLU) -> float:
-    _in_evaluation(module)
-    return steepest((module.lower + module.upper) / 2.0)
+@_function({"prelu": nn.PReLU})
+def _prelu(weight: Tensor) -> float:
+    return steepest(float(weight.detach().abs().max()))
 
 
-@_rule(nn.CELU)
-def _celu(module: nn.CELU) -> float:
-    return 1.0 if module.alpha > 0 else math.inf
+@_function({"gelu": nn.GELU})
+def _gelu(approximate: str = "none") -> float:
+    return 1.12905  # exact and by tanh
 
 
-@_rule(nn.Softplus)
-def _softplus(module: nn.Softplus) -> float:
-    return softplus(module.threshold)
-
-
-def softplus(threshold: float) -> float:
-    """Return 1, unless the jump to the identity is above rounding."""
+@_function({"softplus": nn.Softplus})
+def _softplus(beta: float = 1.0, threshold: float = 20.0) -> float:
+    """1, unless the jump to the identity is above rounding."""
     return 1.0 if threshold >= 20 else math.inf
 
 
-def _in_evaluation(module: nn.Module) -> None:
-    if module.training:
-        wanted, given = "be in evaluation mode", "training mode"
-        raise ValueError(fail(type(module).__name__, wanted, given, "call model.eval()"))
-
-
-@_rule(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-@_rule(nn.FeatureAlphaDropout)
-def _dropout(module: nn.Module) -> float:
-    _in_evaluation(module)
+@_function(_by_directions("dropout{}d", "Dropout{}d"))
+@_function({"dropout": nn.Dropout, "alpha_dropout": nn.AlphaDropout})
+@_function({"feature_alpha_dropout": nn.FeatureAlphaDropout})
+def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
+    _in_evaluation("dropout", training)
     return 1.0
-
-
-@_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _batch_norm(module: Any) -> float:
-    """The largest gain over deviation, of the statistics that are kept."""
-    _in_evaluation(module)
-    if module.running_var is None:
-        wanted, given = "have running statistics", "none"
-        raise ValueError(fail(type(module).__name__, wanted, given, "track_running_stats=True"))
-    gain = exact(module.running_var).add(module.eps).rsqrt()
-    gain = gain if module.weight is None else gain * exact(module.weight).abs()
-    return float(gain.max())
 
 
 # ---- pools ---------------------------------------------------------------------------------------
@@ -304,73 +351,71 @@ def each(value: Any, count: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
 
 
-def max_pool(kernel: Any, stride: Any, dilation: Any, count: int) -> float:
-    """Return the bound of a pooling by maxima: the root of how many windows hold one pixel."""
-    stride = kernel if stride is None or stride == [] else stride
-    shape = each(kernel, count), each(stride, count), each(dilation, count)
-    return math.sqrt(pool_counts(*shape))
-
-
-def average_pool(
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: bool,
-    include_pad: bool,
-    divisor: int | None,
-    count: int,
-) -> float:
-    """Return the bound of a pooling by means of n pixels: the root of the windows, over n."""
-    stride = kernel if stride is None or stride == [] else stride
-    sides = each(kernel, count)
-    windows = pool_counts(sides, each(stride, count))
-    pixels = math.prod(sides)
-    if divisor is not None:
-        return math.sqrt(windows * pixels) / abs(divisor)
-    cut = ceil_mode or (any(each(padding, count)) and not include_pad)
-    return math.sqrt(windows if cut else windows / pixels)  # windows at the edge divide by less
-
-
-def power_pool(kernel: Any, stride: Any, ceil_mode: bool, count: int) -> float:
-    """Return the bound of a pooling by 2-norms; windows cut at the edge count as whole ones."""
-    windows = max_pool(kernel, stride, 1, count)
-    return windows * (math.sqrt(math.prod(each(kernel, count))) if ceil_mode else 1.0)
-
-
-def _directions(module: nn.Module) -> int:
-    names = [kind.__name__ for kind in type(module).__mro__]
-    return next(n for n in (1, 2, 3) if any(name.endswith(f"{n}d") for name in names))
-
-
-def _without_indices(module: Any) -> None:
-    if module.return_indices:
+def _without_indices(return_indices: bool) -> None:
+    if return_indices:
         raise ValueError(fail("return_indices", "be False", True))
 
 
-@_rule(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-def _max_pool(module: Any) -> float:
-    _without_indices(module)
-    options = module.kernel_size, module.stride, module.dilation
-    return max_pool(*options, _directions(module))
+@_function(_by_directions("max_pool{}d", "MaxPool{}d"), keeps_shape=False)
+def _max_pool(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    *,
+    count: int,
+) -> float:
+    """Return the bound of a pooling by maxima: the root of how many windows hold one pixel."""
+    _without_indices(return_indices)
+    stride = kernel_size if stride is None or stride == [] else stride
+    shape = each(kernel_size, count), each(stride, count), each(dilation, count)
+    return math.sqrt(pool_counts(*shape))
 
 
-@_rule(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-def _average_pool(module: Any) -> float:
-    divisor = getattr(module, "divisor_override", None)
-    options = module.padding, module.ceil_mode, module.count_include_pad, divisor
-    return average_pool(module.kernel_size, module.stride, *options, _directions(module))
+@_function(_by_directions("avg_pool{}d", "AvgPool{}d"), keeps_shape=False)
+def _average_pool(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    count: int,
+) -> float:
+    """Return the bound of a pooling by means of n pixels: the root of the windows, over n."""
+    stride = kernel_size if stride is None or stride == [] else stride
+    sides = each(kernel_size, count)
+    windows = pool_counts(sides, each(stride, count))
+    pixels = math.prod(sides)
+    if divisor_override is not None:
+        return math.sqrt(windows * pixels) / abs(divisor_override)
+    cut = ceil_mode or (any(each(padding, count)) and not count_include_pad)
+    return math.sqrt(windows if cut else windows / pixels)  # windows at the edge divide by less
 
 
-@_rule(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
-def _power_pool(module: Any) -> float:
-    if module.norm_type != 2:
-        raise ValueError(fail("norm_type", "be 2", module.norm_type))
-    return power_pool(module.kernel_size, module.stride, module.ceil_mode, _directions(module))
+@_function(_by_directions("lp_pool{}d", "LPPool{}d"), keeps_shape=False)
+def _power_pool(
+    norm_type: float,
+    kernel_size: Any,
+    stride: Any = None,
+    ceil_mode: bool = False,
+    *,
+    count: int,
+) -> float:
+    """Return the bound of a pooling by 2-norms; windows cut at the edge count as whole ones."""
+    if norm_type != 2:
+        raise ValueError(fail("norm_type", "be 2", norm_type))
+    windows = _max_pool(kernel_size, stride, count=count)
+    return windows * (math.sqrt(math.prod(each(kernel_size, count))) if ceil_mode else 1.0)
 
 
-def adaptive_pool(output: tuple[int | None, ...], size: Size, *, is_mean: bool) -> float:
-    """Return the bound of pooling to ``output`` sides, of windows that do not overlap."""
-    sides = _sides(size, len(output))
+@_function(_by_directions("adaptive_avg_pool{}d", "AdaptiveAvgPool{}d"), keeps_shape=False)
+def _adaptive_average(output_size: Any, *, size: Size = None, count: int) -> float:
+    """Return the bound of means over windows that do not overlap."""
+    sides, output = _sides(size, count), each(output_size, count)
     if sides is None and any(side != 1 for side in output):
         raise ValueError(fail("input_size", "be given", f"pooling to {output}", NEEDS_SIZE))
     if sides is None:
@@ -379,22 +424,16 @@ def adaptive_pool(output: tuple[int | None, ...], size: Size, *, is_mean: bool) 
     if any(n % side for side, n in zip(wanted, sides, strict=True)):
         condition = f"divide the sides {tuple(sides)} of the image"
         raise ValueError(fail("output_size", condition, output, "windows overlap otherwise"))
-    return math.sqrt(math.prod(wanted) / math.prod(sides)) if is_mean else 1.0
+    return math.sqrt(math.prod(wanted) / math.prod(sides))
 
 
-@_rule(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, asks_size=True)
-def _adaptive_average(module: Any, size: Size) -> float:
-    return adaptive_pool(_outputs(module), size, is_mean=True)
-
-
-@_rule(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, asks_size=True)
-def _adaptive_max(module: Any, size: Size) -> float:
-    _without_indices(module)
-    return adaptive_pool(_outputs(module), size, is_mean=False)
-
-
-def _outputs(module: Any) -> tuple[int | None, ...]:
-    return each(module.output_size, _directions(module))
+@_function(_by_directions("adaptive_max_pool{}d", "AdaptiveMaxPool{}d"), keeps_shape=False)
+def _adaptive_max(
+    output_size: Any, return_indices: bool = False, *, size: Size = None, count: int
+) -> float:
+    _without_indices(return_indices)
+    _adaptive_average(output_size, size=size, count=count)  # its checks
+    return 1.0
 
 
 # ---- other packages ------------------------------------------------------------------------------
@@ -414,7 +453,9 @@ def _scaled(module: Any) -> float:
 
 
 def _scaled_norms(module: Any) -> float:
-    return _scaled(module) * power_pool(module.kernel_size, module.stride, module.ceil_mode, 2)
+    return _scaled(module) * _power_pool(
+        2, module.kernel_size, module.stride, module.ceil_mode, count=2
+    )
 
 
 # By package and class, as none of them is imported here.

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import stiefel_opt as so
-from stiefel_opt.lipschitz import rules
-from stiefel_opt.lipschitz.norms import most_copies, spectral_norm
+from stiefel_opt.nn.lipschitz import rules
+from stiefel_opt.nn.lipschitz.norms import most_copies, spectral_norm
 
 SIZE = (4, 6, 6)
 

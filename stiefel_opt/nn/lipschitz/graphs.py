@@ -20,8 +20,8 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, type_name
-from stiefel_opt.lipschitz.rules import Size, is_plain, rule_for
-from stiefel_opt.nn import BetaAbs, IsometricConv2d, MaxMin, ShiftConv2d, SpatialShift
+from stiefel_opt.nn import IsometricConv2d, ShiftConv2d
+from stiefel_opt.nn.lipschitz.rules import Size, is_plain, rule_for
 
 ADD_A_RULE: Final = "write a rule with @so.lipschitz_rule(Type), or a method lipschitz_bound(self)"
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -32,15 +32,6 @@ _WRAPPERS: Final = {  # around a model whose own forward pass is unchanged
     "torch.DataParallel": "module",
     "torch.DistributedDataParallel": "module",
 }
-# Modules whose output has the shape of their input.
-_KEEP_SHAPE: Final = (
-    *(nn.ReLU, nn.ReLU6, nn.Tanh, nn.Hardtanh, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.CELU),
-    *(nn.Softplus, nn.Softshrink, nn.Identity, nn.Softmax, nn.Softmin, nn.Sigmoid, nn.Hardsigmoid),
-    *(nn.Hardswish, nn.SELU, nn.SiLU, nn.Mish, nn.GELU, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.RReLU),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
-    *(nn.FeatureAlphaDropout, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ChannelShuffle),
-    *(SpatialShift, MaxMin, BetaAbs),
-)
 # Those whose output is a tensor of its own, which a step in place may overwrite.
 _FRESH: Final = (nn.Linear, *_CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -260,7 +251,7 @@ def module_shape(module: Any, shape: Shape, walk: Walk) -> Shape:
     """Return the shape of a module's output, as far as it is known."""
     rule = rule_for(module)
     kind = None if rule is None else rule.kind
-    if kind in _KEEP_SHAPE:
+    if rule is not None and rule.keeps_shape:
         return shape
     if kind is nn.Linear:
         return walk.with_size(shape, 1, module.in_features, module.out_features)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_module, check_range, fail, type_name
-from stiefel_opt.lipschitz.bounds import lipschitz_table
-from stiefel_opt.lipschitz.graphs import unwrapped
-from stiefel_opt.lipschitz.rules import rule_for
+from stiefel_opt.nn.lipschitz.bounds import lipschitz_table
+from stiefel_opt.nn.lipschitz.graphs import unwrapped
+from stiefel_opt.nn.lipschitz.rules import rule_for
 from stiefel_opt.numerics import finest_dtype
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.lipschitz.graphs import (
+from stiefel_opt.nn.lipschitz.graphs import (
     ADD_A_RULE,
     Opaque,
     Shape,
@@ -31,17 +32,14 @@ from stiefel_opt.lipschitz.graphs import (
     fitting,
     fx_values,
     label,
+    named,
 )
-from stiefel_opt.lipschitz.norms import NEEDS_SIZE, convolution_norm, exact, spectral_norm
-from stiefel_opt.lipschitz.rules import (
-    GELU,
+from stiefel_opt.nn.lipschitz.norms import NEEDS_SIZE, convolution_norm, exact, spectral_norm
+from stiefel_opt.nn.lipschitz.rules import (
+    NAMED,
     SLOPES,
-    adaptive_pool,
-    average_pool,
+    Function,
     each,
-    max_pool,
-    softplus,
-    steepest,
 )
 
 
@@ -83,20 +81,12 @@ def _times(x: Traced, factor: float, shape: Shape | None = None) -> Traced:
 
 @_handles(*SLOPES, "sin", "cos")
 def _elementwise(step: Step, x: Traced, *, inplace: bool = False) -> Traced:
-    del inplace
     return _times(x, SLOPES.get(step.name, 1.0))
 
 
 @_handles("hardtanh", "softshrink")
 def _clipped(step: Step, x: Traced, *numbers: float, **more: float) -> Traced:
-    del step, numbers, more
     return x
-
-
-@_handles("celu")
-def _celu(_: Step, x: Traced, alpha: float = 1.0, inplace: bool = False) -> Traced:
-    del inplace
-    return _times(x, 1.0 if alpha > 0 else math.inf)
 
 
 @_handles("clamp", "clip", "clamp_min", "clamp_max")
@@ -106,55 +96,31 @@ def _clamp(step: Step, x: Traced, *bounds: float | None, **more: float | None) -
     return x
 
 
-@_handles("leaky_relu")
-def _leaky(_: Step, x: Traced, negative_slope: float = 0.01, inplace: bool = False) -> Traced:
-    del inplace
-    return _times(x, steepest(negative_slope))
-
-
-@_handles("elu")
-def _elu(_: Step, x: Traced, alpha: float = 1.0, inplace: bool = False) -> Traced:
-    del inplace
-    return _times(x, steepest(alpha))
-
-
-@_handles("prelu")
-def _prelu(_: Step, x: Traced, weight: Tensor) -> Traced:
-    return _times(x, steepest(float(weight.detach().abs().max())))
-
-
-@_handles("gelu")
-def _gelu(_: Step, x: Traced, approximate: str = "none") -> Traced:
-    del approximate
-    return _times(x, GELU)
-
-
-@_handles("softplus")
-def _softplus(_: Step, x: Traced, beta: float = 1.0, threshold: float = 20.0) -> Traced:
-    del beta
-    return _times(x, softplus(threshold))
-
-
 @_handles("softmax")
 def _softmax(_: Step, x: Traced, dim: int, **more: None) -> Traced:
-    del dim, more
     return _times(x, 0.5)
-
-
-@_handles("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-def _dropout(
-    step: Step, x: Traced, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Traced:
-    del p, inplace
-    if training:
-        wanted, given = "be in evaluation mode", "training=True"
-        raise ValueError(fail(label(step.node), wanted, given, "call model.eval()"))
-    return x
 
 
 @_handles("contiguous", "clone", "detach", "float", "double")
 def _same(_: Step, x: Traced) -> Traced:
     return x
+
+
+def _handler_of(function: Function) -> Handler:
+    """Return the handler of a function whose bound depends on its options only."""
+
+    def handler(step: Step, x: Traced, *args: Any, **kwargs: Any) -> Traced:
+        size = None if x.example is None else tuple(x.example.shape[1:])
+        with named(label(step.node)):
+            factor = function.of(size, *args, **kwargs)
+        return _times(x, factor, None if function.keeps_shape else Shape(object()))
+
+    of_all = (inspect.signature(each).parameters.values() for each in (_same, function.bound))
+    handler.__signature__ = inspect.Signature([*itertools.chain(*of_all)])  # type: ignore[attr-defined]
+    return handler
+
+
+HANDLERS.update({name: _handler_of(function) for name, function in NAMED.items()})
 
 
 @_handles("flatten", "view", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze")
@@ -183,7 +149,6 @@ def _item(step: Step, x: Traced, index: Any) -> Traced:
 
 @_handles("pad")
 def _pad(step: Step, x: Traced, pad: Any, mode: str = "constant", value: Any = None) -> Traced:
-    del pad, value
     if mode != "constant":
         raise step.refused("pad with a constant", repr(mode))
     return _times(x, 1.0, Shape(object()))
@@ -202,13 +167,11 @@ def _count(x: Traced, dim: Any) -> int | None:
 
 @_handles("mean")
 def _mean(_: Step, x: Traced, dim: Any = None, keepdim: bool = False) -> Traced:
-    del keepdim
     return _times(x, (_count(x, dim) or 1) ** -0.5, Shape(object()))
 
 
 @_handles("sum")
 def _sum(step: Step, x: Traced, dim: Any = None, keepdim: bool = False) -> Traced:
-    del keepdim
     count = _count(x, dim)
     if count is None:
         given = f"a sum over dimension {dim}"
@@ -219,7 +182,6 @@ def _sum(step: Step, x: Traced, dim: Any = None, keepdim: bool = False) -> Trace
 
 @_handles("amax", "amin")
 def _extreme(_: Step, x: Traced, dim: Any = (), keepdim: bool = False) -> Traced:
-    del dim, keepdim
     return _times(x, 1.0, Shape(object()))
 
 
@@ -310,7 +272,6 @@ def _extreme_of(step: Step, first: Any, second: Any) -> Traced:
 
 @_handles("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 def _concatenation(step: Step, parts: Sequence[Any], dim: int = 0) -> Traced:
-    del dim
     traced = [part for part in parts if isinstance(part, Traced)]
     if not traced or any(part.has_pieces for part in traced):
         raise step.refused("be of tensors", "something else")
@@ -379,52 +340,6 @@ def _convolution(
     if [sum(pad) for pad in pads] == reach and set(strides) == {1}:
         shape = step.walk.with_size(x.shape, count + 1, weight.size(1) * groups, weight.size(0))
     return _times(x, bound, shape)
-
-
-# ---- pools ---------------------------------------------------------------------------------------
-
-
-def _directions(step: Step) -> int:
-    return int(step.name[-2])
-
-
-@_handles("max_pool1d", "max_pool2d", "max_pool3d")
-def _max_pool(
-    step: Step,
-    x: Traced,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Traced:
-    del padding, ceil_mode, return_indices  # with indices it is another function
-    bound = max_pool(kernel_size, stride, dilation, _directions(step))
-    return _times(x, bound, Shape(object()))
-
-
-@_handles("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def _average_pool(
-    step: Step,
-    x: Traced,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Traced:
-    options = padding, ceil_mode, count_include_pad, divisor_override
-    bound = average_pool(kernel_size, stride, *options, _directions(step))
-    return _times(x, bound, Shape(object()))
-
-
-@_handles("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive(step: Step, x: Traced, output_size: Any) -> Traced:
-    size = None if x.example is None else tuple(x.example.shape[1:])
-    outputs = each(output_size, _directions(step))
-    return _times(x, adaptive_pool(outputs, size, is_mean=True), Shape(object()))
 
 
 # ---- one node ------------------------------------------------------------------------------------
