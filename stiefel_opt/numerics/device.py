@@ -71,6 +71,11 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu  # tests put another answer here: is_cpu itself is imported by name
 
 
+def for_device(tensor: Tensor, on_cpu: float, elsewhere: float) -> float:
+    """Return the one of two numbers that is meant for the device of a tensor."""
+    return on_cpu if is_cpu(tensor) else elsewhere
+
+
 def lives_on(tensor: Tensor, kind: str) -> bool:
     """Say whether a tensor lives on this kind of device: offloaded shards cannot be gathered."""
     return tensor.device.type == kind
