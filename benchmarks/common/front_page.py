@@ -50,7 +50,7 @@ def figures() -> dict[str, str]:
             ("AOC", "orthogonium, AOC"),
         )
     }
-    found |= {method: least_error(method) for method in ("StiefelAdamW", "AdamW", "NAdam")}
+    found |= {method: least_error(method) for method in content("demo")["errors"]}
     layer = "torch_orthogonal", "summary", ("2048 x 16",)
     found["ms"] = cell(*layer, "so.constrain, StiefelAdamW")
     found["torch ms"] = cell(*layer, "torch, its default")
@@ -90,8 +90,8 @@ def use() -> list[tuple[str, str, str]]:
         (
             "a transformer (torch, timm, transformers)",
             "`so.constrain_transformer(model)`, `so.StiefelAdamW`",
-            "`make demo`, best learning rates: test error {StiefelAdamW} %, NAdam {NAdam}, "
-            "AdamW {AdamW}".format_map(of),
+            "`make demo`, best learning rates: test error {StiefelAdamW} %, AdamW {AdamW}, after "
+            "`nn.init.orthogonal_` {AdamW, orthogonal}".format_map(of),
         ),
         (
             "`parametrizations.orthogonal` of torch",
