@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import classes_of, fail
 from stiefel_opt.numerics.linalg import frobenius_norm
 
 # The weights of a whole model, to be pasted: neither positions, tokens nor heads.
@@ -493,6 +493,5 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
 
 def is_others(parameter: Tensor | None) -> bool:
     """Say whether geoopt keeps a parameter on another than a Stiefel manifold."""
-    kinds = type(getattr(parameter, "manifold", None)).__mro__
-    of_geoopt = {kind.__name__ for kind in kinds if kind.__module__.startswith("geoopt.")}
+    of_geoopt = classes_of(getattr(parameter, "manifold", None), "geoopt")
     return bool(of_geoopt) and not of_geoopt & {"Stiefel", "Euclidean"}
