@@ -9,6 +9,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from optimizers import BY_CLOSURE
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -126,10 +127,10 @@ def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
     assert Stiefel().as_dict() == {}
 
 
-@pytest.mark.parametrize("optimizer", [so.StiefelSGD, so.StiefelLBFGS])
-def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(optimizer):
+@pytest.mark.parametrize("kind", BY_CLOSURE)
+def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(kind):
     layer = so.constrain(nn.Linear(6, 4))
-    optimizer = optimizer(so.param_groups(nn.ModuleList([layer]))[1:], lr=0.1)
+    optimizer = BY_CLOSURE[kind](so.param_groups(nn.ModuleList([layer]))[1:])
 
     def closure():
         optimizer.zero_grad()
@@ -386,3 +387,8 @@ def test_tag_works_on_parameters_of_other_types():
         tag(parameter, Stiefel())
         assert type(parameter) is kind
         assert manifold_of(parameter) == Stiefel()
+
+
+def test_one_head_is_no_head():
+    assert so.Stiefel(heads=1) == so.Stiefel()
+    assert so.Stiefel(rows=((0, 4), (4, 8)), heads=(1, 1)) == so.Stiefel(rows=((0, 4), (4, 8)))

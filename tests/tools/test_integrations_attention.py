@@ -10,10 +10,12 @@ import copy
 import functools
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from cases import in_turn
+from contract import warnings_of
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -434,3 +436,88 @@ def test_an_output_that_is_missing_or_doubtful_is_named():
     for which in ("oq", "qq", "", "x", 3):
         with pytest.raises(ValueError, match=r"`which` must be one or more of 'q', 'k', 'v', 'o'"):
             so.constrain_attention(model, which=which)
+
+
+class Attention(nn.Module):
+    def __init__(self, names: str, heads: str, width: int = 8) -> None:
+        super().__init__()
+        for name in names.split():
+            setattr(self, name, nn.Linear(width, width * (3 if name == "fused" else 1)))
+        setattr(self, heads, 2)
+
+
+def test_layers_of_any_name_are_constrained() -> None:
+    net = nn.ModuleList([Attention("ask give tell", "n_h"), Attention("ask give tell", "n_h")])
+    with pytest.raises(
+        ValueError, match=r"say what it calls its layers, names=.*looked for the la"
+    ):
+        so.constrain_attention(net)
+    names = {"k": "give", "q": "ask", "v": "tell", "heads": "n_h"}
+    found = so.constrain_attention(net, which="qkv", names=names)
+    assert [line[0] for line in found.lines[:3]] == [
+        "0.ask.weight",
+        "0.give.weight",
+        "0.tell.weight",
+    ]
+    assert net[1].tell.weight.manifold == so.Stiefel(heads=2)
+    with pytest.raises(ValueError, match=r"has one of num_heads, .*; say names={'heads': ...}"):
+        so.constrain_attention(net, names={"q": "ask", "k": "give"})
+    fused = Attention("fused", "num_heads")
+    so.constrain_attention(fused, names={"qkv": "fused"})
+    assert fused.fused.weight.manifold == so.Stiefel(heads=2, rows=((0, 8), (8, 16)))
+    so.constrain_attention(Attention("w_q w_k w_v", "n_heads"))
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ({"q": "ask"}, ValueError, "`names` must name q, k and perhaps v, each once"),
+        ({"q": "ask", "k": "give", "p": "tell"}, ValueError, "`names` must name q, k"),
+        ({"q": 1, "k": "give"}, TypeError, "`names` must be a dict of names"),
+        (["ask"], TypeError, "`names` must be a dict of names"),
+        ({"q": "ask", "k": "lost"}, ValueError, "contain an attention module that can be read"),
+    ],
+)
+def test_wrong_names_are_told(names: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        so.constrain_attention(Attention("ask give", "heads"), names=names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_attention_of_every_precision_is_constrained(dtype: torch.dtype) -> None:
+    net = nn.MultiheadAttention(8, 2).to(dtype)
+    so.constrain_attention(net)
+    assert net.in_proj_weight.dtype is dtype
+    assert so.orthonormality_error(net) < 20 * torch.finfo(dtype).eps
+    with pytest.raises(TypeError, match="`in_proj_weight` must be one of float32"):
+        so.constrain_attention(nn.MultiheadAttention(8, 2).to(torch.float8_e4m3fn))
+
+
+def test_trained_attention_keeps_its_scale_and_says_how_far_it_moved() -> None:
+    net = nn.MultiheadAttention(8, 2)
+    with torch.no_grad():
+        net.in_proj_weight *= 5
+    twin, before = copy.deepcopy(net), net.in_proj_weight.detach().clone()
+    far, near = so.constrain_attention(net), so.constrain_attention(twin, scale="keep")
+    norms = [w[:16].detach().norm() for w in (before, twin.in_proj_weight)]
+    torch.testing.assert_close(norms[1], norms[0])
+    moved = [float(found.lines[0][3].rstrip("%")) for found in (far, near)]
+    assert moved[0] > 1.5 * moved[1]
+    assert "moved" in str(near)
+    nn.init.zeros_(twin.in_proj_weight)
+    reading = twin.in_proj_weight.manifold
+    with pytest.raises(ValueError, match="`in_proj_weight` must be finite and not zero"):
+        so.constrain_attention(twin, scale="keep")
+    assert twin.in_proj_weight.manifold is reading
+
+
+def test_a_trained_attention_is_told_once() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
+    assert not warnings_of(lambda: so.constrain_attention(model))
+    for layer in model.layers:
+        so.release(layer.self_attn, "in_proj_weight")
+        with torch.no_grad():  # a direction that all inputs share, as training makes
+            layer.self_attn.in_proj_weight += torch.outer(torch.randn(96), torch.randn(32)) / 4
+    (text,) = warnings_of(lambda: so.constrain_attention(model))
+    assert "`layers.0.self_attn.in_proj_weight` and 2 more seem trained" in text

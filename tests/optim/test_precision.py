@@ -11,6 +11,7 @@ import torch
 from cases import in_turn
 from contract import (
     OPTIMIZERS,
+    RULES,
     assert_same,
     assert_same_training,
     backward,
@@ -45,7 +46,7 @@ def scaled_backward(net: nn.Module, scaler: torch.amp.GradScaler, step: int, fac
 @pytest.mark.parametrize(
     ("name", "overflow", "unscale"),
     in_turn(
-        ["sgd", "adam-amsgrad", "rgd", "cayley-adam", "sgd-adaptive", "adam-adaptive"],
+        OPTIMIZERS,
         [0, 3, 3, 0],
         [False, True],
     ),
@@ -80,7 +81,7 @@ def test_an_overflow_leaves_no_trace(name, overflow, unscale):
     assert so.orthonormality_error(net) < 5e-6
 
 
-@on_machines(cpu="sgd adam rgd", as_accelerator="cayley-adam", slowly_compiled="sgd-nesterov")
+@on_machines(cpu="sgd adam", as_accelerator="adam-amsgrad", slowly_compiled="sgd-nesterov")
 def test_a_step_inside_autocast_is_a_step_outside(name):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -178,8 +179,8 @@ def test_a_setting_for_all_backends_is_still_inherited_after_a_step():
 @pytest.mark.parametrize(
     ("device", "precision", "name"),
     [
-        *in_turn(["cpu"], ["high", "medium"], ["sgd", "adam", "rgd", "cayley-sgd"]),
-        *in_turn(["cuda"], ["medium", "high"], ["sgd", "adam", "rgd", "cayley-sgd"]),
+        *in_turn(["cpu"], ["high", "medium"], RULES),
+        *in_turn(["cuda"], ["medium", "high"], RULES),
     ],
 )
 @pytest.mark.usefixtures("restored")

@@ -1,21 +1,22 @@
-"""Ranges of one weight are matrices like any other: equal ones are one batch, whoever has them."""
+"""Matrices of one batch move as each for itself: ranges of one weight, any strides, any number."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from cases import READING_CASES, in_turn
 from contract import (
     every_rule,
-    on_machines,
     optimizer,
+    tried_with,
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
+from stiefel_opt.numerics.geometry import random_point
 
 LAYERS, WIDTH, HEADS = 12, 16, 4
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
@@ -79,7 +80,7 @@ def fill_parts(weight: nn.Parameter, ranges: Ranges, parts: list[nn.Parameter]) 
         start += part.size(0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
+@tried_with("sgd", "adam")
 def test_fused_weights_cost_about_the_calls_of_separate_ones(name: str) -> None:
     fused = fused_weights()
     ranges = ((0, WIDTH), (WIDTH, 2 * WIDTH))
@@ -154,45 +155,78 @@ def test_unequal_ranges_move_as_parameters_of_their_own(name: str) -> None:
         assert so.orthonormality_error(weight) < 1e-13
 
 
-@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam")
-@pytest.mark.filterwarnings("ignore:.*not finite")
-def test_a_bad_range_skips_its_whole_parameter_and_no_other(name: str) -> None:
-    weights = fused_weights()[:4]
-    opt = optimizer(name, [(f"w{i}", w) for i, w in enumerate(weights)], weight_decay=0)
-    fill(weights, 0)
-    opt.step()
-    fill(weights, 1)
-    weights[1].grad[WIDTH + 1, 0] = torch.nan
-    before = [w.detach().clone() for w in weights]
-    opt.step()
-    moved = [not torch.equal(w, b) for w, b in zip(weights, before, strict=True)]
-    assert moved == [True, False, True, True]
-    assert opt.skipped_steps() == {"w1": 1}
-    for weight, old in zip(weights, before, strict=True):  # both ranges and the plain rows
-        stayed = [
-            torch.equal(weight[low : low + WIDTH], old[low : low + WIDTH])
-            for low in (0, WIDTH, 2 * WIDTH)
-        ]
-        assert len(set(stayed)) == 1
+BOTH = [so.StiefelSGD, so.StiefelAdam]
+READABLE = [
+    ((12, 4), so.Stiefel()),
+    ((4, 12), so.Stiefel()),
+    ((3, 12, 4), so.Stiefel()),
+    ((12, 12), so.Stiefel(heads=3)),
+    ((12, 12), so.Stiefel(heads=3, transposed=True)),
+    ((4, 2, 3, 3), so.Stiefel(flatten=True)),
+    ((12, 8), so.Stiefel(rows=(2, 8))),
+    ((12, 4), so.Stiefel(scale=2.0)),
+]
 
 
-@pytest.mark.parametrize("bad", [math.nan, 1e15])
-def test_a_bad_gradient_beside_fused_weights_leaves_its_parameter(bad: float) -> None:
-    """Queries and keys of one weight and another weight are one batch; each is judged."""
-    fused = so.constrain(torch.nn.Linear(8, 24, bias=False), rows=[(0, 8), (8, 16)])
-    other = so.constrain(torch.nn.Linear(8, 8, bias=False))
-    opt = so.StiefelSGD([fused.weight, other.weight], lr=0.1)
-    for step in range(3):
-        for weight in (fused.weight, other.weight):
-            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
-        if step == 2:
-            kept = other.weight.detach().clone()
-            momentum = opt.state[other.weight]["momentum_skew"].clone()
-            other.weight.grad[0, 0] = bad
-            with pytest.warns(UserWarning, match="not finite"):
-                opt.step()
-        else:
+@pytest.mark.parametrize(
+    ("shape", "manifold", "rule"), [(*row, rule) for row, rule in in_turn(READABLE, BOTH)]
+)
+def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, generator):
+    """A gradient may be a transposed tensor, a part of another, or overlap itself."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    parameters = [so.ManifoldParameter(values.clone(), manifold) for _ in range(4)]
+    parameters.append(so.ManifoldParameter(values.mT.contiguous().mT.clone(), manifold))
+    so.project_(nn.ParameterList(parameters))
+    optimizers = [rule([parameter], lr=0.1) for parameter in parameters]
+    for _ in range(10):
+        grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        whole = torch.randn((3, *shape), generator=generator, dtype=torch.float64)
+        whole[1] = grad
+        gaps = grad.repeat_interleave(2, dim=-1)[..., ::2]
+        grads = grad, grad.mT.contiguous().mT, whole[1], gaps, grad
+        for parameter, own, opt in zip(parameters, grads, optimizers, strict=True):
+            parameter.grad = own
             opt.step()
-    assert torch.equal(other.weight, kept)
-    assert torch.equal(opt.state[other.weight]["momentum_skew"], momentum)
-    assert so.orthonormality_error(fused) < 1e-5
+    for parameter in parameters[1:]:
+        torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)
+    for parameter, opt in zip(parameters, optimizers, strict=True):
+        parameter.grad = torch.ones((), dtype=torch.float64).expand(shape)
+        opt.step()
+        torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_plain_rows_take_a_conjugated_gradient(rule, generator):
+    """torch hands out conjugates as views that have not been worked out yet."""
+    values = torch.randn(8, 6, generator=generator, dtype=torch.complex128)
+    parameters = [so.ManifoldParameter(values.clone(), so.Stiefel(rows=(2, 6))) for _ in range(2)]
+    grad = torch.randn(8, 6, generator=generator, dtype=torch.complex128)
+    parameters[0].grad, parameters[1].grad = grad.conj(), grad.conj().resolve_conj()
+    for parameter in parameters:
+        rule([parameter], lr=0.1).step()
+    torch.testing.assert_close(*parameters, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        *((case, (3, 8, 3)) for case in READING_CASES),
+        *in_turn(READING_CASES, [(4, 17, 16), (3, 3, 3), (40, 9, 8), (6, 64, 16)]),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+def test_matrices_move_together_as_each_for_itself(case, shape, generator):
+    """Where k = m a batch of matrices could be taken for one of vectors, or the other way."""
+    count, *shape = shape
+    starts = [random_point(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    together = [so.ManifoldParameter(start) for start in starts]
+    alone = [so.ManifoldParameter(start.clone()) for start in starts]
+    optimizers = [case.optimizer(together), *(case.optimizer([weight]) for weight in alone)]
+    for _ in range(12 if count == 3 else 4):
+        for weight, own in zip(together, alone, strict=True):
+            weight.grad = own.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        for opt in optimizers:
+            opt.step()
+    for weight, own in zip(together, alone, strict=True):
+        torch.testing.assert_close(weight, own, rtol=0, atol=1e-12 if count == 3 else 1e-9)
+        assert so.orthonormality_error(weight) < 1e-12

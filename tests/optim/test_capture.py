@@ -12,6 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,12 +32,12 @@ from optimizers import OPTIMIZERS
 from torch import Tensor, nn
 
 import stiefel_opt as so
-from benchmarks.common import harness
 from stiefel_opt.numerics import device
 from stiefel_opt.optim import capture
 
 pytestmark = pytest.mark.usefixtures("as_accelerator")
 STEPS = 50
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -397,7 +398,7 @@ def test_the_report_and_the_optimizer_say_how_a_step_was_taken() -> None:
 
 
 def test_none_is_false_until_a_gpu_has_passed_the_check() -> None:
-    results = json.loads((harness.RESULTS / "step_time_gpu.json").read_text(encoding="utf-8"))
+    results = json.loads((RESULTS / "step_time_gpu.json").read_text(encoding="utf-8"))
     has_passed = results.get("failed") == []
     assert ("BY_DEFAULT: Final = True" in inspect.getsource(capture)) <= has_passed
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from contract import (
     RULES,
     TABLE,
@@ -19,6 +20,7 @@ from contract import (
     on_machines,
     optimizer,
     through_file,
+    tried_with,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 import stiefel_opt as so
 
-NAMES = (*RULES, "sgd-nesterov")
 STEPS = 3  # before the interrupted one
 AFTER = 3
 
@@ -70,8 +71,7 @@ def interrupted_line(at: int) -> Iterator[list[int]]:
         return local
 
     def trace(frame: Any, *_: Any) -> Any:
-        inside = "stiefel_opt" in frame.f_code.co_filename
-        return local if inside and "/tests/" not in frame.f_code.co_filename else None
+        return local if frame.f_code.co_filename.startswith(so.__path__[0]) else None
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -211,27 +211,22 @@ def calls_of(name: str) -> int:
     return mode.calls
 
 
-@every_rule
-def test_an_exception_at_a_call_of_torch_leaves_whole_steps(name: str) -> None:
+def some_or_all(test: Any) -> Any:
+    """Every rule at some places; by name at all of them."""
+    rows = [(name, False) for name in RULES]
+    slow = [pytest.param(name, True, marks=pytest.mark.slow) for name in (*RULES, "sgd-nesterov")]
+    return pytest.mark.parametrize(("name", "everywhere"), [*rows, *slow])(test)
+
+
+@some_or_all
+def test_an_exception_at_a_call_of_torch_leaves_whole_steps(name: str, everywhere: bool) -> None:
     calls = calls_of(name)
-    for number, at in enumerate(
-        range(2, calls + 1, max(1, calls // (4 if TABLE[name].searches else 8)))
-    ):
-        kind = (KeyboardInterrupt, RuntimeError)[number % 2]
+    stride = 1 if everywhere else max(1, calls // (4 if TABLE[name].searches else 8))
+    for number, at in enumerate(range(2 - everywhere, calls + 1, stride)):
+        kind = (KeyboardInterrupt, RuntimeError, MemoryError)[number % 3]
         interrupt(name, stopped_by(Interrupt(at, kind, after=number % 4 > 1)))
     for at in (calls - 1, calls):  # also when the step is just being counted
         interrupt(name, stopped_by(Interrupt(at, KeyboardInterrupt, after=True)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, MemoryError])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_exception_at_any_call_of_torch_leaves_whole_steps(
-    name: str, kind: type[BaseException], after: bool
-) -> None:
-    for at in range(1, calls_of(name) + 1):
-        interrupt(name, stopped_by(Interrupt(at, kind, after)))
 
 
 def lines_of(name: str) -> int:
@@ -251,23 +246,16 @@ def stopped_at_line(at: int) -> Callable[[Any], None]:
     return stop
 
 
-@every_rule
-def test_a_signal_at_a_line_leaves_whole_steps(name: str) -> None:
+@some_or_all
+def test_a_signal_at_a_line_leaves_whole_steps(name: str, everywhere: bool) -> None:
     """As Ctrl-C does it: between two lines of the package, also where torch is not called."""
-    count = 9 * lines_of(name) // 10
-    lines = random.Random(0).sample(range(1, count), 3 if TABLE[name].searches else 8)
-    for at in lines:
+    lines = range(1, 9 * lines_of(name) // 10)
+    some = random.Random(0).sample(lines, 3 if TABLE[name].searches else 8)
+    for at in lines if everywhere else some:
         interrupt(name, stopped_at_line(at))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_signal_at_any_line_leaves_whole_steps(name: str) -> None:
-    for at in range(1, 9 * lines_of(name) // 10):
-        interrupt(name, stopped_at_line(at))
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam", "rgd"])
+@tried_with("sgd", "adam")
 def test_a_first_step_that_is_interrupted_is_taken_again(name: str) -> None:
     """State that was made and never filled counts as none."""
 
@@ -317,38 +305,6 @@ def test_what_was_left_out_is_not_counted_by_an_interruption(name: str) -> None:
         opt.state_dict()
         reached.add(tuple(float(opt.state[weight]["step"]) for weight in weights))
     assert reached == {(1.0, 1.0), (1.0, 2.0)}
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
-def test_training_reaches_the_same_optimum(name: str) -> None:
-    """The nearest frame to A maximizes tr(X'A); it is reached through any interruption."""
-    generator = torch.Generator().manual_seed(3)
-    targets = [torch.randn(shape, generator=generator).double() for shape in ((8, 3), (8, 3))]
-    rate = TABLE[name].optimum_lr
-    left, _, right = torch.linalg.svd(torch.stack(targets), full_matrices=False)
-    optimum = left @ right
-
-    def run(at: int) -> tuple[Tensor, int]:
-        weights = [so.ManifoldParameter(torch.eye(8, 3, dtype=torch.float64)) for _ in targets]
-        opt = optimizer(name, weights, weight_decay=0)
-        for step in range(120):
-            for group in opt.param_groups:
-                group["lr"] = rate * 0.95**step + 1e-3
-            for weight, target in zip(weights, targets, strict=True):
-                weight.grad = -target
-            if step in (5, 20, 40) and at:
-                stopped_by(Interrupt(at))(opt.step)
-            opt.step()
-        with Interrupt() as mode:
-            opt.step()
-        return torch.stack([w.detach() for w in weights]), mode.calls
-
-    undisturbed, calls = run(0)
-    bound = max(2 * float((undisturbed - optimum).abs().max()), 1e-3)
-    assert bound < 0.1
-    for share in (0.4, 0.8):
-        reached, _ = run(int(share * calls))
-        assert float((reached - optimum).abs().max()) < bound, share
 
 
 @pytest.mark.parametrize(
@@ -413,7 +369,7 @@ def test_a_checkpoint_after_an_interrupted_step_continues_alike(name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "by_saving"),
-    [("sgd", False), ("sgd", True), ("adam", False), ("adam", True), ("muon", True)],
+    in_turn([*RULES, "sgd"], [False, True]),
 )
 def test_half_precision_follows_its_master_through_an_interruption(
     name: str, by_saving: bool
@@ -462,7 +418,7 @@ def test_half_precision_follows_its_master_through_an_interruption(
 # ---- a warning turned into an error --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam-amsgrad", "cayley-adam"])
+@tried_with("sgd", "adam-amsgrad")
 def test_a_warning_that_is_an_error_stops_no_other_parameter(name: str) -> None:
     trainings = [Training(name), Training(name)]
     for training in trainings:

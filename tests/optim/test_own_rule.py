@@ -30,12 +30,14 @@ from contract import (
     through_file,
     train,
 )
+from optimizers import TABLE
 from processes import run
 from torch import Tensor, nn
 
 import stiefel_opt as so
 from stiefel_opt.functional import project_tangent, retract
 
+SEARCHING = [row.optimizer for row in TABLE.values() if row.searches]  # with other plain rules
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 SECTION = PAGE.read_text(encoding="utf-8").partition("\n## A rule in one file\n")[2]
 SOURCE, SHAMPOO = re.findall(r"^```python\n(.*?)^```$", SECTION.partition("\n## ")[0], re.M | re.S)
@@ -463,10 +465,13 @@ class Undeclared(Lion):  # type: ignore[misc]
     sums_over_rows = False
 
 
-class Inherited(so.ProjectedRGD):
+class Inherited(so.StiefelSGD):
     """Another rule in a class whose own rule forms every sum over rows by ``sums``."""
 
     rule = "Inherited"
+
+    def state_for(self, group: Any) -> Any:  # noqa: ARG002
+        return ()
 
     def rule_for(self, group: Any) -> Any:  # noqa: ARG002
         return move_straight
@@ -669,7 +674,7 @@ def test_a_manifold_of_ones_own_is_refused_aloud() -> None:
         type("Oblique", (so.Stiefel,), {})
 
 
-@pytest.mark.parametrize("base", [so.optim.SGDLike, so.optim.AdamLike, so.StiefelMuon])
+@pytest.mark.parametrize("base", [so.optim.SGDLike, so.optim.AdamLike, *SEARCHING])
 @pytest.mark.parametrize("name", ["init_plain", "update_plain"])
 @pytest.mark.parametrize("is_inherited", [False, True])
 def test_a_plain_rule_that_would_be_ignored_is_refused(
