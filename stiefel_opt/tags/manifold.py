@@ -255,6 +255,11 @@ class Stiefel:
             return matrices.reshape(shape)
         return self._folded(matrices, shape, int(stacked))
 
+    def points(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tall matrices of each range over their scale: orthonormal ones of a point."""
+        listed = [self.matrices(part, index) for index, part in enumerate(self.parts(tensor))]
+        return [matrices / self.scale_of(matrices) for matrices in listed]
+
     def _unfolded(self, part: Tensor, lead: int) -> Tensor:
         """Return ``(..., n, m)``: the batch first, rows and columns joined; a view if it can be."""
         dims, order = self._order(part.ndim, lead)

@@ -221,12 +221,11 @@ class Report:
 
 def _signs(weight: Tensor, reading: Stiefel) -> str | None:
     """Return the determinant of real square matrices in words."""
-    parts = enumerate(reading.parts(gathered(weight.detach())))
-    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
-    square = [each for each in matrices if each.size(-2) == each.size(-1)]
+    points = reading.points(widened(gathered(weight.detach())))
+    square = [each for each in points if each.size(-2) == each.size(-1)]
     if not square or weight.is_complex():
         return None
-    signs = torch.cat([orientation(each / reading.scale_of(each)).reshape(-1) for each in square])
+    signs = torch.cat([orientation(each).reshape(-1) for each in square])
     count = int((signs < 0).sum())
     if signs.numel() == 1:
         return "-1" if count else "+1"
