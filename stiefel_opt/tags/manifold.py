@@ -349,14 +349,21 @@ class Stiefel:
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
         row_count, column_count = self.size(shape)
-        words, dims = [], self.dims(len(shape))
+        dims = self.dims(len(shape))
         lead = math.prod([shape[dim] for dim in dims.batch])
+        kinds: dict[str, list[tuple[int, str]]] = {}
         for start, stop, heads in self._spans(row_count):
             height = (stop - start) // heads
             kind = "rows" if height < column_count else "columns"
             kind = "square" if height == column_count else kind
-            span = "" if self.rows is None else f" of {start}:{stop}"
-            words.append(f"{lead * heads} x ({height} x {column_count}), {kind}{span}")
+            kind = f"({height} x {column_count}), {kind}"
+            kinds.setdefault(kind, []).append((lead * heads, f"{start}:{stop}"))
+        words = []
+        for kind, spans in kinds.items():
+            if len(spans) > 3:  # one for each head
+                spans = [(sum(number for number, _ in spans), f"{len(spans)} ranges")]
+            for number, span in spans:
+                words.append(f"{number} x {kind}" + ("" if self.rows is None else f" of {span}"))
         scale = f", scale {self.scale:g}" if self.scale != 1.0 else ""
         if self.learn_scale:
             scale = f", scale learned from {self.scale:g}"

@@ -67,7 +67,7 @@ WHOLE = {  # options, matrices of all blocks, parts that are left out
     "DebertaV2": (
         {**SIZES, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, 2 * (16 + 2), 4,
     ),
-    "Mixtral": ({**SIZES, "num_key_value_heads": 2, "num_local_experts": 2}, 2 * 12, 2),
+    "Mixtral": ({**SIZES, "num_key_value_heads": 2, "num_local_experts": 2}, 2 * (12 + 6 + 1), 0),
 }  # fmt: skip
 
 

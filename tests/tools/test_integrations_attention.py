@@ -7,7 +7,6 @@ each says how a head's weights are cut out of what is stored.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -217,18 +216,97 @@ def test_grouped_heads_follow_from_the_shapes():
     assert model.v_proj.weight.manifold == so.Stiefel(heads=KEY_HEADS)
 
 
+# ---- several projections in one weight ---------------------------------------------------------
+
+
+def side_by_side(weight: Tensor, keys: int, value: int) -> dict[str, Tensor]:
+    parts = weight.split([HEADS * SIZE, keys * SIZE, keys * value])
+    return dict(zip("qkv", parts, strict=True))
+
+
+def one_after_the_other(weight: Tensor, keys: int, value: int) -> dict[str, Tensor]:
+    groups = weight.unflatten(0, (keys, -1)).split([HEADS // keys * SIZE, SIZE, value], dim=1)
+    return {letter: part.flatten(0, 1) for letter, part in zip("qkv", groups, strict=True)}
+
+
+# name, heads of keys, width of values, attributes, and how the rows are taken apart
+FUSED = {
+    "NeoX": ("query_key_value", HEADS, SIZE, {}, one_after_the_other),
+    "Falcon": ("query_key_value", KEY_HEADS, SIZE, {"num_kv_heads": 2}, one_after_the_other),
+    "Falcon, one key": ("query_key_value", 1, SIZE, {"num_kv_heads": 1}, one_after_the_other),
+    "Phi-3": ("qkv_proj", KEY_HEADS, SIZE, {"num_key_value_heads": 2}, side_by_side),
+    "StarCoder": ("c_attn", 1, SIZE, {"kv_heads": 1, "multi_query": True}, side_by_side),
+    "MaxViT": ("qkv", HEADS, SIZE, {"head_first": True}, one_after_the_other),
+    "LeViT": ("queries_keys_values", HEADS, 2 * SIZE, {}, one_after_the_other),
+}
+OUTPUT = {"qkv_proj": "o_proj", "queries_keys_values": "projection"}
+
+
+class FusedAttention(Holder):
+    """Attention with one weight for queries, keys and values."""
+
+    def __init__(self, kind: str) -> None:
+        name, keys, value, attributes, self.take_apart = FUSED[kind]
+        rows = HEADS * SIZE + keys * (SIZE + value)
+        layers = {
+            name: nn.Sequential(nn.Linear(WIDTH, rows, bias=False), nn.BatchNorm1d(rows)),
+            OUTPUT.get(name, "dense"): nn.Linear(HEADS * value, WIDTH),
+        }
+        super().__init__(layers, num_attention_heads=HEADS, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"), [*in_turn([*FUSED] * 2, ["qkv", "qk", "v", "q", "qkv"])]
+)
+def test_fused_weights_move_as_the_separate_ones_would(kind, which):
+    torch.manual_seed(0)
+    name, keys, value, _, take_apart = FUSED[kind]
+    fused = FusedAttention(kind).double()
+    one = dict(fused.named_children())[name][0]
+    parts = {letter: part.detach() for letter, part in take_apart(one.weight, keys, value).items()}
+    separate = nn.Module()
+    separate.num_heads = HEADS
+    for letter, part in parts.items():
+        layer = nn.Linear(WIDTH, len(part), bias=False, dtype=torch.float64)
+        layer.weight = nn.Parameter(part.clone())
+        setattr(separate, f"{letter}_proj", layer)
+    so.constrain_attention(fused, which=which)
+    so.constrain_attention(separate, which=which)
+
+    target = {letter: torch.randn_like(part) for letter, part in parts.items()}
+
+    def fused_weights():
+        return take_apart(one.weight, keys, value)
+
+    def separate_weights():
+        return {letter: getattr(separate, f"{letter}_proj").weight for letter in parts}
+
+    for model, weights in ((fused, fused_weights), (separate, separate_weights)):
+        opt = so.StiefelAdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            sum((w - target[n]).square().sum() for n, w in weights().items()).backward()
+            opt.step()
+    moved = fused_weights()
+    for letter, weight in separate_weights().items():
+        torch.testing.assert_close(moved[letter], weight, rtol=0, atol=1e-10)
+        if letter in which:
+            for head in weight.detach().split(value if letter == "v" else SIZE):
+                assert gram_error(head) < 1e-10
+
+
 def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
-    class FalconAttention(Holder):
+    class NewAttention(Holder):
         pass
 
-    unknown = FalconAttention({"query_key_value": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
+    unknown = NewAttention({"all_in_one": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
     model = nn.Sequential(unknown, TimmAttention())
-    before = unknown.query_key_value.weight.detach().clone()
+    before = unknown.all_in_one.weight.detach().clone()
     found = so.constrain_attention(model)
     assert [line[0] for line in found.lines] == ["1.qkv.weight"]
-    assert found.skipped == (("0", "FalconAttention: its parts are query_key_value"),)
-    assert "not constrained:\n  0: FalconAttention: its parts are query_key_value" in str(found)
-    assert torch.equal(unknown.query_key_value.weight, before)
+    assert found.skipped == (("0", "NewAttention: its parts are all_in_one"),)
+    assert "not constrained:\n  0: NewAttention: its parts are all_in_one" in str(found)
+    assert torch.equal(unknown.all_in_one.weight, before)
 
 
 def grouped_in_one_weight():
@@ -251,7 +329,7 @@ def without_heads():
 
 def wrapped():
     module = BertSelfAttention()
-    module.key = nn.Sequential(module.key)
+    module.key = nn.Sequential(module.key, nn.Linear(WIDTH, WIDTH))
     return module
 
 
@@ -260,6 +338,10 @@ def not_finite():
     with torch.no_grad():
         model[1].qkv.weight[0, 0] = math.nan
     return model
+
+
+def in_turn_of_heads(name):
+    return Holder({name: nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
 
 
 def projections(sizes: dict[str, int], **attributes):
@@ -297,7 +379,7 @@ REFUSED = [
         lambda: Holder({"qkv": nn.Linear(WIDTH, 35)}, num_heads=HEADS),
         {},
         ValueError,
-        "qkv has 35 outputs, not 3 equal parts",
+        "qkv.weight has 35 rows, which are no 4 heads of queries and 4 of keys and values",
     ),
     (
         lambda: Holder(
@@ -315,30 +397,31 @@ REFUSED = [
         grouped_in_one_weight,
         {"constraint": "across"},
         ValueError,
-        "the model itself: TimmAttention: one weight holds queries and the keys of 2 heads",
+        "the model itself: TimmAttention: its keys have the width of 4 heads, but it states 2",
     ),
     (
         grouped_under_another_name,
         {},
         ValueError,
-        f"qkv.weight is not three parts of {WIDTH // 2} rows if proj takes {WIDTH} inputs",
+        "qkv.weight has 18 rows, which are no 4 heads of queries and 4 of keys and values of width",
     ),
-    *(
-        (
-            functools.partial(
-                Holder, {"qkv": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS, **{name: value}
-            ),
-            {},
-            ValueError,
-            "each head of qkv.weight holds its query, key and value in turn",
-        )
-        for name, value in (("multi_query", False), ("head_first", True))
+    (
+        lambda: in_turn_of_heads("query_key_value"),
+        {"constraint": "across"},
+        ValueError,
+        "query_key_value holds one head after the other.*use 'within'",
+    ),
+    (
+        lambda: in_turn_of_heads("qkv_proj"),
+        {},
+        ValueError,
+        r"the order of the rows of qkv_proj differs.*names={'qkv': 'qkv_proj'}.*{'\(qkv\)'",
     ),
     (  # queries and gates in one weight, as in Qwen3-Next
         projections({"to_q": 24, "to_k": 12, "to_v": 12}, num_heads=4, num_key_value_heads=4),
         {"constraint": "across"},
         ValueError,
-        "its keys have the width of 2 heads, but it states 4",
+        "to_q holds one head after the other",
     ),
     (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
     (wrapped, {}, ValueError, "key is a torch.Sequential, not a linear layer"),
