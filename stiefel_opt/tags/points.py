@@ -18,6 +18,7 @@ from stiefel_opt.numerics.device import (
     has_values,
     no_autocast,
     values_of,
+    widened,
     working_dtype,
 )
 from stiefel_opt.numerics.distributed import is_sharded
@@ -26,7 +27,6 @@ from stiefel_opt.numerics.geometry import (
     orientation,
     orthonormality_tolerance,
     scale_rounding,
-    widened,
 )
 from stiefel_opt.numerics.linalg import are_finite, sym
 from stiefel_opt.tags.manifold import Stiefel, check_determinant, manifold_of

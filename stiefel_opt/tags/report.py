@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, none_found
-from stiefel_opt.numerics.device import finest_dtype, has_values
+from stiefel_opt.numerics.device import finest_dtype, has_values, widened
 from stiefel_opt.numerics.distributed import gathered
-from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
+from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
