@@ -133,11 +133,11 @@ class State:
 
 def declared_once(declared: Sequence[State]) -> dict[str, State]:
     """Return declarations by name; raise if two have the same one."""
-    by_name = {declaration.name: declaration for declaration in declared}
-    if len(by_name) < len(declared):
+    declarations = {declaration.name: declaration for declaration in declared}
+    if len(declarations) < len(declared):
         names = sorted(declaration.name for declaration in declared)
         raise ValueError(fail("state_for", "return each name once", names))
-    return by_name
+    return declarations
 
 
 def key_of(name: str, index: int) -> str:
