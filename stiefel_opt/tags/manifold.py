@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import classes_of, fail
 from stiefel_opt.numerics.linalg import frobenius_norm
 
 # The weights of a whole model, to be pasted: neither positions, tokens nor heads.
@@ -263,6 +263,11 @@ class Stiefel:
             return matrices.reshape(shape)
         return self._folded(matrices, shape, int(stacked))
 
+    def points(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tall matrices of each range over their scale: orthonormal ones of a point."""
+        listed = [self.matrices(part, index) for index, part in enumerate(self.parts(tensor))]
+        return [matrices / self.scale_of(matrices) for matrices in listed]
+
     def _unfolded(self, part: Tensor, lead: int) -> Tensor:
         """Return ``(..., n, m)``: the batch first, rows and columns joined; a view if it can be."""
         dims, order = self._order(part.ndim, lead)
@@ -508,6 +513,5 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
 
 def is_others(parameter: Tensor | None) -> bool:
     """Say whether geoopt keeps a parameter on another than a Stiefel manifold."""
-    kinds = type(getattr(parameter, "manifold", None)).__mro__
-    of_geoopt = {kind.__name__ for kind in kinds if kind.__module__.startswith("geoopt.")}
+    of_geoopt = classes_of(getattr(parameter, "manifold", None), "geoopt")
     return bool(of_geoopt) and not of_geoopt & {"Stiefel", "Euclidean"}

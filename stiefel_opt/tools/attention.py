@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_module, fail
-from stiefel_opt.tags import Stiefel, apply_readings, check_value, in_words, kept_scale, table
+from stiefel_opt.tags import Stiefel, apply_readings, check_value, in_words, scaled, table
 from stiefel_opt.tools.projections import (
     Layout,
     Names,
@@ -53,7 +53,7 @@ def constrain_attention(
     constraint: Literal["within", "across"] = "within",
     which: str = "qk",
     *,
-    scale: float | Literal["keep"] = 1.0,
+    scale: float | Literal["keep", "rms"] = 1.0,
     learn_scale: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> AttentionReport:
@@ -109,24 +109,42 @@ def constrain_attention(
         wanted = "contain an attention module that can be read"
         remedy = remedy_for(model, skipped, layouts.layouts)
         raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    readings: dict[str, Stiefel] = {}
-    kinds: dict[str, str] = {}
-    for path, plan in plans.items():
-        for called, reading in plan:
-            parameter = model.get_parameter(called)
-            check_value(parameter, reading, called)
-            own = kept_scale(parameter, reading, called) if scale == "keep" else scale
-            readings[called] = replace(reading, scale=own, learn_scale=learn_scale)
-            kinds[called] = type(model.get_submodule(path)).__name__
-    distances = apply_readings(model, readings, keeps=scale == "keep" and not learn_scale)
+    lines = constrain_found(model, found_of(model, plans), scale, learn_scale)
     for path in plans:
         if is_constrained_attention(module := model.get_submodule(path)):
             vars(module).update(constraint=constraint, learn_scale=learn_scale)
+    return AttentionReport(constraint, which, lines, tuple(skipped.items()))
+
+
+Found = tuple[str, str, Stiefel]  # name of a weight, class of its module, and how it is read
+
+
+def found_of(model: nn.Module, plans: Mapping[str, Sequence[tuple[str, Stiefel]]]) -> list[Found]:
+    """Return the weights of attention modules, with the classes of these."""
+    return [
+        (name, type(model.get_submodule(path)).__name__, reading)
+        for path, plan in plans.items()
+        for name, reading in plan
+    ]
+
+
+def constrain_found(
+    model: nn.Module, found: Iterable[Found], scale: float | str, learn_scale: bool
+) -> tuple[tuple[str, str, str, str], ...]:
+    """Constrain weights; return the lines of a report: name, class, reading, how far each moved."""
+    readings: dict[str, Stiefel] = {}
+    kinds: dict[str, str] = {}
+    for name, kind, reading in found:
+        parameter = model.get_parameter(name)
+        check_value(parameter, reading, name)
+        own = scaled(reading, parameter, scale, name)
+        readings[name], kinds[name] = replace(own, learn_scale=learn_scale), kind
     lines = []
-    for name, share in distances.items():
+    keeps = scale == "keep" and not learn_scale
+    for name, share in apply_readings(model, readings, keeps=keeps).items():
         words = in_words(model, name, model.get_parameter(name).shape, readings[name])
         lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
-    return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
+    return tuple(lines)
 
 
 def plans_of(
@@ -163,7 +181,7 @@ def listed(skipped: Sequence[tuple[str, str]]) -> str:
 
 
 def remedy_for(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]) -> str:
-    known = "; ".join(", ".join(name for name, _ in layout) for layout in layouts)
+    known = ", ".join(dict.fromkeys(layout[0][0] for layout in layouts))
     advice = (
         "say what it calls its layers, names={'q': 'w_q', 'k': 'w_k'}, or name the weights "
         f"yourself with so.constrain(model, name, heads=...). It looked for the layers {known}"

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_module, fail
-from stiefel_opt.tags import (
-    Stiefel,
-    apply_readings,
-    check_value,
-    in_words,
-    kept_scale,
-    rms_scale,
-    table,
+from stiefel_opt.tags import Stiefel, table
+from stiefel_opt.tools.attention import (
+    Found,
+    constrain_found,
+    found_of,
+    listed,
+    plans_of,
+    remedy_for,
 )
-from stiefel_opt.tools.attention import listed, plans_of, remedy_for
 from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
 
 
@@ -73,7 +72,8 @@ def constrain_transformer(
 
     Returns: The constrained weights, and what is unchanged in the blocks.
     Raises:
-        ValueError: if no attention module can be read; it lists the modules. Nothing is changed
+        ValueError: if no attention module can be read; it lists the modules. For ``scale="rms"``
+            and a weight whose matrices have several heights, as in DeepSeek. Nothing is changed
             then.
         TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses, and ``names``
             that are no dict of strings.
@@ -83,38 +83,17 @@ def constrain_transformer(
     """
     check_module("model", model)
     check_flag("learn_scale", learn_scale)
-    if isinstance(scale, str) and scale not in ("keep", "rms"):
-        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     planned, paths, skipped = _attention(model, Names.of(names))
-    readings: dict[str, Stiefel] = {}
-    kinds: dict[str, str] = {}
-    known: set[int] = set()
-    for name, kind, reading in (*planned, *_others(model, planned, paths, skipped)):
-        parameter = model.get_parameter(name)
-        if id(parameter) in known:  # tied
-            continue
-        known.add(id(parameter))
-        check_value(parameter, reading, name)
-        own: Any = scale
-        if isinstance(scale, str):
-            measure = kept_scale if scale == "keep" else rms_scale
-            own = measure(parameter, reading, name)
-        readings[name] = replace(reading, scale=own, learn_scale=learn_scale)
-        kinds[name] = kind
+    found: dict[int, Found] = {}  # of tied weights the first one
+    for each in (*planned, *_others(model, planned, paths, skipped)):
+        found.setdefault(id(model.get_parameter(each[0])), each)
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    readings = dict(sorted(readings.items(), key=lambda item: order.get(item[0], 0)))
-    moved = apply_readings(model, readings, keeps=scale == "keep" and not learn_scale)
-    lines = []
-    for name, share in moved.items():
-        words = in_words(model, name, model.get_parameter(name).shape, readings[name])
-        lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
-    return TransformerReport(tuple(lines), tuple(skipped.items()))
+    in_order = sorted(found.values(), key=lambda each: order.get(each[0], 0))
+    lines = constrain_found(model, in_order, scale, learn_scale)
+    return TransformerReport(lines, tuple(skipped.items()))
 
 
-_Found = tuple[str, str, Stiefel]  # name of a weight, class of its module, and how it is read
-
-
-def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], list[str], dict[str, str]]:
+def _attention(model: nn.Module, names: Names) -> tuple[list[Found], list[str], dict[str, str]]:
     """Return the weights of attention modules, their paths, and why others cannot be read."""
     plans, skipped = plans_of(model, "within", EVERYTHING, names)
     if skipped:  # without the output projection perhaps
@@ -126,11 +105,7 @@ def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], list[str],
         wanted = "contain an attention module that can be read"
         remedy = remedy_for(model, skipped, names.layouts)
         raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    found = [
-        (name, type(model.get_submodule(path)).__name__, reading)
-        for path, plan in plans.items()
-        for name, reading in plan
-    ]
+    found = found_of(model, plans)
     for path in list(skipped):  # the output of one that was read
         if any(_is_within(name, path) for name, _, _ in found):
             del skipped[path]
@@ -138,8 +113,8 @@ def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], list[str],
 
 
 def _others(
-    model: nn.Module, planned: list[_Found], paths: list[str], skipped: dict[str, str]
-) -> Iterator[_Found]:
+    model: nn.Module, planned: list[Found], paths: list[str], skipped: dict[str, str]
+) -> Iterator[Found]:
     """Yield the weights of all other linear layers and experts of the blocks, by name.
 
     Noted is what stays: a layer of an attention module that is no projection, such as one of
