@@ -124,6 +124,8 @@ def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
         everything = {field.name: getattr(reading, field.name) for field in fields(Stiefel)}
         assert set(data) == {key for key in everything if everything[key] != getattr(default, key)}
         assert Stiefel.from_dict(everything) == reading == Stiefel(**data)
+        assert eval(repr(reading)) == reading
+        assert repr(reading).count("=") == len(data)
     assert Stiefel().as_dict() == {}
 
 
