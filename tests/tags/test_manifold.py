@@ -250,7 +250,11 @@ def test_manifold_parameter_is_a_parameter_with_a_tag():
     assert so.ManifoldParameter(data).requires_grad
     assert so.ManifoldParameter(parameter).data_ptr() == data.data_ptr()
     assert so.ManifoldParameter(nn.Parameter(data)).is_leaf
-    assert "heads=2" in repr(parameter)
+    text = repr(parameter)
+    assert text.count("arameter") == 1
+    assert "heads=2" in text
+    assert "tensor([[" in text
+    assert "requires_grad=True" in repr(so.ManifoldParameter(data))
     assert type(parameter.detach()) is torch.Tensor
     assert type(parameter * 2) is torch.Tensor
     module = nn.Module()
