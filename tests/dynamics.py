@@ -66,9 +66,14 @@ def problem() -> Problem:
 
 
 def run_reference(
-    problem: Problem, grad: Callable[[Array], Array], steps: int, c: float, **options: Any
+    problem: Problem,
+    grad: Callable[[Array], Array],
+    steps: int,
+    c: float,
+    reference: Any = SGDReference,
+    **options: Any,
 ) -> State:
-    loop = SGDReference(problem.X, **options)
+    loop = reference(problem.X, **options)
     loop.Z, loop.U = problem.Y / c, problem.V / c
     for _ in range(steps):
         loop.step(grad(loop.X))

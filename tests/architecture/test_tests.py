@@ -80,7 +80,7 @@ OF_THE_CORE = [
     path
     for place in (TESTS, *(TESTS / room for room in ("functional", "numerics", "optim", "tags")))
     for path in sorted(place.glob("*.py"))
-    if path.name not in ("conftest.py", "tiny_decoder.py", "map_cases.py")
+    if path.name != "conftest.py"
 ]
 ROOMS = set(so._ROOMS)
 OF_CLIENTS = ROOMS | so._HOMES.keys() | {"Rotations", "GeneralizedHouseholder"}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from grids import METRICS, TRANSPORTS, mixed, pairwise
 from optimizers import FLOWS, SGD, Rule
-from reference import AdamReference, SGDReference
 from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
+from reference_momentum import (
+    AdaptiveAdamReference,
+    AdaptiveSGDReference,
+    PublishedAdamReference,
+    PublishedSGDReference,
+)
 
 import stiefel_opt as so
 from stiefel_opt import methods
@@ -25,7 +29,7 @@ TABLE = {
         so.AdaptiveSGD,
         {"transport": "projected"},
         plain_options=SGD,
-        reference=partial(SGDReference, adaptive=True),
+        reference=AdaptiveSGDReference,
         follows_slope=True,
         own=FLOWS,
         variant=True,
@@ -36,7 +40,7 @@ TABLE = {
         so.AdaptiveAdam,
         {},
         plain=torch.optim.Adam,
-        reference=partial(AdamReference, adaptive=True),
+        reference=AdaptiveAdamReference,
         follows_slope=True,
         own=FLOWS,
         variant=True,
@@ -89,14 +93,14 @@ BESIDE = {
         so.PublishedSGD,
         {},
         plain_options=SGD,
-        reference=partial(SGDReference, transport="published"),
+        reference=PublishedSGDReference,
         mild_lr=0.03,
     ),
     "published-adam": Rule(
         so.PublishedAdam,
         {},
         plain=torch.optim.Adam,
-        reference=partial(AdamReference, transport="published"),
+        reference=PublishedAdamReference,
         mild_lr=0.01,
     ),
 }

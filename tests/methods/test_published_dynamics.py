@@ -20,6 +20,7 @@ from reference import (
     canonical_geodesic,
     euclidean_geodesic,
 )
+from reference_momentum import PublishedSGDReference
 from rows_of_methods import ROTATIONS
 
 import stiefel_opt as so
@@ -32,7 +33,7 @@ def kappa(metric: float) -> float:
 STEPPERS = pytest.mark.parametrize(
     "run",
     [
-        functools.partial(run_reference, transport="published"),
+        functools.partial(run_reference, reference=PublishedSGDReference),
         functools.partial(run_optimizer, rule=so.PublishedSGD),
     ],
 )
