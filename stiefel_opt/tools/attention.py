@@ -181,7 +181,7 @@ def listed(skipped: Sequence[tuple[str, str]]) -> str:
 
 
 def remedy_for(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]) -> str:
-    known = "; ".join(", ".join(name for name, _ in layout) for layout in layouts)
+    known = ", ".join(dict.fromkeys(layout[0][0] for layout in layouts))
     advice = (
         "say what it calls its layers, names={'q': 'w_q', 'k': 'w_k'}, or name the weights "
         f"yourself with so.constrain(model, name, heads=...). It looked for the layers {known}"

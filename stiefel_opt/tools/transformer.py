@@ -72,7 +72,8 @@ def constrain_transformer(
 
     Returns: The constrained weights, and what is unchanged in the blocks.
     Raises:
-        ValueError: if no attention module can be read; it lists the modules. Nothing is changed
+        ValueError: if no attention module can be read; it lists the modules. For ``scale="rms"``
+            and a weight whose matrices have several heights, as in DeepSeek. Nothing is changed
             then.
         TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses, and ``names``
             that are no dict of strings.

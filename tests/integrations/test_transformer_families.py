@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[int, str]] = {
     "camembert": (36, ""),
     "convbert": (18, "conv_kernel_layer conv_out_layer depthwise pointwise"),
     "deberta": (36, ""),
+    "deberta-v2": (36, "pos_key_proj pos_query_proj"),
     "distilbert": (36, ""),
     "electra": (36, ""),
     "flaubert": (36, ""),

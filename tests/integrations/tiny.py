@@ -67,6 +67,7 @@ SIZES = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "whisper": {"num_mel_bins": 80},

@@ -295,6 +295,47 @@ def test_fused_weights_move_as_the_separate_ones_would(kind, which):
                 assert gram_error(head) < 1e-10
 
 
+class LatentAttention(Holder):
+    """Queries, keys and values made of latents, and a part of all keys that is rotated."""
+
+    def __init__(self) -> None:
+        layers = {
+            "q_a_proj": nn.Linear(WIDTH, 9),
+            "q_b_proj": nn.Linear(9, HEADS * (SIZE + 2)),
+            "kv_a_proj_with_mqa": nn.Linear(WIDTH, 7 + 2),
+            "kv_b_proj": nn.Linear(7, HEADS * (SIZE + 4)),
+            "o_proj": nn.Linear(HEADS * 4, WIDTH),
+        }
+        super().__init__(layers, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "kv", "qkvo"])
+def test_latent_attention_is_read_by_what_its_rows_become(which):
+    model = LatentAttention()
+    so.constrain_attention(model, which=which)
+    _, rotated = model.kv_a_proj_with_mqa.weight.split([7, 2])
+    pairs = model.kv_b_proj.weight.unflatten(0, (HEADS, -1))
+    matrices = {
+        "q": model.q_b_proj.weight.split(SIZE + 2),
+        "k": [rotated, *pairs[:, :SIZE]],
+        "v": pairs[:, SIZE:],
+        "o": model.o_proj.weight.split(4, dim=1),
+    }
+    for letter, own in matrices.items():
+        for matrix in own:
+            assert (gram_error(matrix.detach()) < 1e-5) == (letter in which)
+
+
+def test_gates_beside_queries_are_no_queries():
+    sizes = {"q": 2 * HEADS * SIZE, "k": KEY_HEADS * SIZE, "v": KEY_HEADS * SIZE}
+    model = projections({f"{n}_proj": size for n, size in sizes.items()}, num_kv_heads=KEY_HEADS)()
+    so.constrain_attention(model)
+    pairs = model.q_proj.weight.detach().unflatten(0, (HEADS, 2, SIZE))
+    for query, gate in pairs:
+        assert gram_error(query) < 1e-5 < gram_error(gate)
+    assert model.k_proj.weight.manifold == so.Stiefel(heads=KEY_HEADS)
+
+
 def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
     class NewAttention(Holder):
         pass
