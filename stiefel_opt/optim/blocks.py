@@ -36,6 +36,8 @@ _BYTES_WITHOUT_CARE: Final = 2**20
 _TEMPORARIES: Final = 1.5
 # On a CPU, joining blocks of at least this size costs more than calling the rule for each.
 _BYTES_ALONE: Final = 2**20
+# Numbers of state up to which a call on a CPU costs more than its arithmetic.
+_FEW_ON_CPU: Final = 2**14
 
 
 @dataclass(eq=False)
@@ -166,10 +168,11 @@ class Stack:
             for name, tensor in self._whole.items()
         }
         count = len(self.blocks) * self.each
-        # on a CPU a view costs as much as the call that it saves
-        if self._flat is None or self.on_cpu or rows != slice(0, count):
+        if self._flat is None or rows != slice(0, count):
             return state
-        return Packed(self._flat, state)
+        if self.on_cpu and self._flat.numel() > _FEW_ON_CPU:
+            return state
+        return Packed(self._flat, state, is_kept=self.on_cpu)
 
     def _pack(self) -> Tensor | None:
         """Join all state, one name behind the other in one tensor where they have one dtype."""

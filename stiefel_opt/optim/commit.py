@@ -355,9 +355,11 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
-    is_bounded = isinstance(length, Length) and length.bound is not None and not reader.is_exact
+    was_bounded, is_bounded = batch.bounded_by is task.options.rule, _is_bounded(length, task, reader)
     batch.bounded_by = task.options.rule if is_bounded else None
-    if is_bounded and task.options.nonfinite != "ignore":
+    if was_bounded and reader.is_exact and not is_bounded:  # its gradients are to be looked at
+        return take_step(task)
+    if is_bounded and not reader.is_exact and task.options.nonfinite != "ignore":
         ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
@@ -517,6 +519,22 @@ def _without_scale(move: Any, scale: Scalar) -> tuple[Any, Scalar]:
     return move, scale
 
 
+def _is_bounded(length: Length | Tensor | float, task: Task, reader: Reader) -> bool:
+    """Say whether a rule bounds its step by a number that is not finite where a gradient is not.
+
+    Where numbers may be read, whether all gradients are safe by that.
+    """
+    if not isinstance(length, Length):
+        return False
+    if not reader.is_exact:
+        return length.bound is not None
+    lr = task.options.lr
+    if length.steepness is None or isinstance(lr, Tensor):
+        return False
+    most = abs(lr) / task.batch.scale * LARGEST_SAFE[task.grads[0].dtype]
+    return length.steepness <= most and length.limit <= most * most
+
+
 def _sound(
     bound: Tensor, ok: Tensor | None, verdict: Tensor | None, task: Task
 ) -> tuple[Tensor, Tensor | None]:
@@ -540,11 +558,13 @@ def _judge(
 ) -> tuple[Tensor | None, float, list[int], Tensor | None]:
     """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights.
 
-    Off a CPU, where the rule does not bound its steps, a mask also by weight in place of these.
+    Where the rule bounds its steps nothing is looked at; elsewhere off a CPU there is a mask by
+    weight in place of these.
     """
     batch, limit = task.batch, LARGEST_SAFE[grad.dtype]
-    is_bounded = batch.is_joint or batch.bounded_by is task.options.rule
-    if task.options.nonfinite != "skip" or (is_bounded and not reader.is_exact):
+    is_bounded = batch.bounded_by is task.options.rule
+    is_bounded |= batch.is_joint and not reader.is_exact
+    if task.options.nonfinite != "skip" or is_bounded:
         return task.ok, math.inf, [], None
     if reader.is_exact:
         length = float(torch.linalg.vector_norm(grad))
@@ -689,13 +709,18 @@ def _steepness(
     if not isinstance(length, Length) or length.inner is None or type(reader) is Fixed:
         return 0.0
     inner, step = length.inner, lr if length.step is None else length.step
-    if not isinstance(step, Tensor) and abs(step) * grad_length <= _STEEP:  # |X'G| <= |G|
+    bound = length.steepness
+    if bound is None and not isinstance(step, Tensor):
+        bound = abs(step) * grad_length  # |X'G| <= |G|
+    if bound is not None and bound <= _STEEP:
         return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
     is_sent = isinstance(reader, Lagged) and length.bound is not None and length.step is None
     hint, sizes = Hint(_STEEP), lambda: norm() * abs(step)
-    bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
+    bound = length.steepness
+    if bound is None:
+        bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
     if bound <= _STEEP:
         reader.forget("stretch")
         return 0.0
