@@ -18,13 +18,13 @@ from typing_extensions import override
 from stiefel_opt.numerics.device import NO_HINT, Hint, Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
-    FEW,
     MEDIUM,
     Step,
     Sums,
     add_product,
     add_to_diagonal_,
     are_finite,
+    bounds_of,
     identity_for,
     infinity_norm,
     largest_bound,
@@ -192,7 +192,10 @@ def step_factors_of(
     _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
     if is_projected:
         squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
-    limit, steepness = _read(squares, inner, lr) if reads else (math.inf, None)
+    limit, steepness = math.inf, None
+    if reads and not isinstance(lr, Tensor):
+        limit, size = bounds_of(squares, inner)
+        steepness = None if size is None or lr == 0 else abs(lr) * size
     length = Length(squares, 1.0, limit, inner, steepness=steepness)
     second, step = None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
@@ -213,18 +216,6 @@ def step_factors_of(
         scaled_turn, scaled = of_both.unsafe_chunk(2)
     rotation = of_turn.baddbmm_(skew, scaled_turn, alpha=step.number)
     return StepFactors(rotation, of_move, root, scaled, both.companion, step, length, products)
-
-
-def _read(squares: Tensor, inner: Tensor | None, lr: Scalar) -> tuple[float, float | None]:
-    """Return bounds on the eigenvalues of E and on eta |X'G|; None where nothing is known."""
-    if isinstance(lr, Tensor) or lr == 0:
-        return (math.inf if isinstance(lr, Tensor) else 0.0), None
-    if inner is None:
-        return largest_bound(squares), None
-    if inner.size(0) > 1 or squares.numel() > FEW:
-        return largest_bound(squares), abs(lr) * float(size_of(inner).max())
-    size, steepness = torch._foreach_norm([squares, inner])
-    return size.item(), abs(lr) * steepness.item()
 
 
 def _cut(
@@ -347,7 +338,7 @@ def _of_square(
     powers = turn.new_empty(count if reads else 2 * count, *turn.shape[1:])
     squares = own_gram(turn, powers[:count], 1.0 if isinstance(lr, Tensor) else lr * lr)
     del turn
-    limit, _ = _read(squares, None, lr) if reads else (math.inf, None)
+    limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
     length, second, step = Length(squares, 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
         length, second, step = _cut(powers, count, lr, reader)

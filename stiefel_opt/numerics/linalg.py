@@ -242,9 +242,7 @@ class Packed(dict[str, Tensor]):
     once, and what :meth:`like` returns is the same memory every time.
     """
 
-    def __init__(
-        self, flat: Tensor, parts: Mapping[str, Tensor], *, is_kept: bool = False
-    ) -> None:
+    def __init__(self, flat: Tensor, parts: Mapping[str, Tensor], *, is_kept: bool = False) -> None:
         super().__init__(parts)
         self.flat, self._is_kept = flat, is_kept
         self._known: dict[tuple[str, str, str], Any] = {}
@@ -351,6 +349,17 @@ def largest_bound(matrix: Tensor) -> float:
     bound = 1.01 * float(mean.add_(deviation, alpha=math.sqrt(size - 1)).max())
     # the squares may overflow where the entries do not
     return bound if bound < math.inf else float(infinity_norm(matrix).max())
+
+
+def bounds_of(squares: Tensor, inner: Tensor | None) -> tuple[float, float | None]:
+    """Return a bound on the eigenvalues of a batch, and one on |S| of another; both are read."""
+    if inner is None:
+        return largest_bound(squares), None
+    if squares.numel() > FEW or inner.size(0) > 1:
+        sizes = torch.linalg.vector_norm(inner, dim=(-2, -1))
+        return largest_bound(squares), float(sizes.max())
+    size, of_inner = torch._foreach_norm([squares, inner])
+    return size.item(), of_inner.item()
 
 
 def largest_stretch(matrix: Tensor) -> Tensor:

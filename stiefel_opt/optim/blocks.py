@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.numerics.device import has_values
+from stiefel_opt.numerics.device import address_for, has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed, Sums
 from stiefel_opt.optim.sharding import Shards
-from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
+from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, is_declared, key_of
 from stiefel_opt.tags.blocks import as_batch
 from stiefel_opt.tags.manifold import Stiefel
 
@@ -304,6 +305,50 @@ def views_of(whole: Tensor) -> list[Tensor]:
         whole.new_empty(0).set_(storage[start : start + size], 0, item.shape, item.stride())
         for start, item in zip(starts, whole, strict=True)
     ]
+
+
+class StateViews:
+    """The state that a user sees: views on the state of a stack, watched for replacement.
+
+    Attributes:
+        slots: Each dictionary and its key.
+        ids: Of the tensors there, which are alive: else ``forget`` has been called.
+        memory: Their addresses.
+    """
+
+    def __init__(
+        self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
+    ) -> None:
+        self.slots = [
+            (weight.state, key)
+            for weight in weights
+            for key in weight.state
+            if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
+        ]
+        views = [state[key] for state, key in self.slots]
+        self.ids = list(map(id, views))
+        self._is_shared = any(weight.shards is not None for weight in weights)
+        self._address = address_for(views)
+        self.memory = self.addresses(views)
+        method = weakref.WeakMethod(forget)
+
+        def gone(_: Any) -> None:
+            if (release := method()) is not None:
+                release()
+
+        self._views: list[Any] = [weakref.ref(view, gone) for view in views]
+
+    def addresses(self, views: list[Tensor]) -> list[int]:
+        """Return where tensors like these lie."""
+        tensors = [local_part(view) for view in views] if self._is_shared else views
+        return list(map(self._address, tensors))
+
+    def release(self) -> None:
+        """Give a copy of their state to parameters that have left the stack."""
+        for (state, key), view in zip(self.slots, self._views, strict=True):
+            is_ours = not key.startswith(ROWS) and key in state  # rows have no views
+            if is_ours and state[key] is view():
+                state[key] = state[key].clone()
 
 
 @functools.lru_cache(maxsize=1)

@@ -252,10 +252,8 @@ class Batch:
         else:
             torch._foreach_copy_(parts, list(stored.unbind()))
 
-    def index_of(self, blocks: list[int] | None) -> Tensor | None:
-        """Return an index of the matrices of these blocks; None for all of them."""
-        if blocks is None:
-            return None
+    def index_of(self, blocks: list[int]) -> Tensor:
+        """Return an index of the matrices of these blocks."""
         matrices = [block * self.each + i for block in blocks for i in range(self.each)]
         return index_on(self.blocks[0].weight.parameter.device, matrices)
 
@@ -352,10 +350,15 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         return unsafe, None
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
-    index = batch.index_of(chosen)
-    state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
+    index, state = None, batch.state
+    if chosen is not None:
+        index = batch.index_of(chosen)
+        state = {name: tensor[index] for name, tensor in state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
-    was_bounded, is_bounded = batch.bounded_by is task.options.rule, _is_bounded(length, task, reader)
+    was_bounded, is_bounded = (
+        batch.bounded_by is task.options.rule,
+        _is_bounded(length, task, reader),
+    )
     batch.bounded_by = task.options.rule if is_bounded else None
     if was_bounded and reader.is_exact and not is_bounded:  # its gradients are to be looked at
         return take_step(task)
@@ -428,27 +431,17 @@ def _new_point(
     lr = lr if batch.scale == 1.0 else lr / batch.scale
     if not sums.are_local or batch.learns_scale:  # all processes must decide alike; it is of W
         grad_length = math.inf
-    unscaled, norm = _unscaled(stored, task, reader)
-    X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
+    unscaled, norm = stored, None
+    if batch.learns_scale or batch.scale != 1.0:
+        unscaled, norm = _unscaled(stored, task, reader)
+    X, fixed, is_projected = unscaled, {}, False
+    if task.is_due or task.is_changed or not reader.is_exact:
+        X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
         rule = scale_rule.beside(rule, _norm_at(X, unscaled, norm, task) if is_projected else norm)
-    current = {**state, **fixed} if fixed else state
-    apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
-    watched = reader.is_exact and not X.is_inference()
-    versions = (X._version, grad._version) if watched else None
-    move, scale = _without_scale(apply(lr=lr), batch.scale)
-    if watched and versions != (X._version, grad._version):
-        refuse_write(rule)
-    is_first = batch.is_new
-    if is_first:
-        check_move(rule, X, batch.declared, move)
-        batch.is_new, batch.is_foreign = False, is_foreign(rule)
+    is_first, current = batch.is_new, {**state, **fixed} if fixed else state
+    move, scale, steepness = _run(rule, X, grad, current, lr, grad_length, task, reader)
     new_X, new, length = move
-    steepness = _steepness(length, lr, grad_length, reader)
-    is_steep = reader.is_exact and _VERY_STEEP < steepness < math.inf
-    if is_steep and steepness > (most := steepest(X.dtype, batch.row_count)):
-        again = apply(lr=_shorter(length, lr, most))
-        (new_X, new, length), scale = _without_scale(again, scale)
     if fixed:
         new = {**fixed, **new}
     is_due = task.is_due and isinstance(reader, Lagged)
@@ -458,10 +451,49 @@ def _new_point(
     if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         warn_if_off(rule, new_X)
     overflowed = None
-    if nonfinite != "ignore" and _may_have_overflowed(length, reader):
+    # on an accelerator the flows of this package saturate and are not looked at
+    is_known = isinstance(length, Length) and length.limit < math.inf and not reader.is_lost
+    if nonfinite != "ignore" and not is_known:
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
-    return _scaled(new_X, scale, stored, overflowed, task), new, length, overflowed
+    if norm is not None or batch.scale != 1.0:
+        new_X = _scaled(new_X, scale, stored, overflowed, task)
+    return new_X, new, length, overflowed
+
+
+def _run(
+    rule: Rule,
+    X: Tensor,
+    grad: Tensor,
+    state: Tensors,
+    lr: Scalar,
+    grad_length: float,
+    task: Task,
+    reader: Reader,
+) -> tuple[Move, Scalar, float]:
+    """Return what a rule returns, the scale beside it, and how steep the step is.
+
+    Where numbers may be read a step that is too steep is taken again, shorter.
+    """
+    batch, scale = task.batch, task.batch.scale
+    apply = partial(rule, X, grad, state, step=task.number, sums=batch.sums, reader=reader)
+    watched = reader.is_exact and not X.is_inference()
+    versions = (X._version, grad._version) if watched else None
+    move = apply(lr=lr)
+    if watched and versions != (X._version, grad._version):
+        refuse_write(rule)
+    if batch.learns_scale:
+        scale = move[1].pop(SCALE, scale)
+    if batch.is_new:
+        check_move(rule, X, batch.declared, move)
+        batch.is_new, batch.is_foreign = False, is_foreign(rule)
+    steepness = _steepness(move[2], lr, grad_length, reader)
+    if reader.is_exact and _VERY_STEEP < steepness < math.inf:
+        most = steepest(X.dtype, batch.row_count)
+        if steepness > most:
+            move = apply(lr=_shorter(move[2], lr, most))
+            scale = move[1].pop(SCALE, scale)
+    return move, scale, steepness
 
 
 def _replaced(new: Tensors, changed: Tensors) -> Tensors:
@@ -504,19 +536,10 @@ def _scaled(
     new_X: Tensor, scale: Scalar, stored: Tensor, overflowed: Tensor | None, task: Task
 ) -> Tensor:
     """Return what is to be stored; where the scale is learned, what overflowed as it was."""
-    if isinstance(scale, float) and scale == 1.0:
-        return new_X
     scaled = new_X * scale
     if task.batch.learns_scale and overflowed is not None:
         return torch.where(overflowed, stored, scaled)
     return scaled
-
-
-def _without_scale(move: Any, scale: Scalar) -> tuple[Any, Scalar]:
-    """Return what a rule returned without a new scale, and that, by default the one given."""
-    if isinstance(move, tuple) and len(move) == 3 and isinstance(move[1], dict):
-        scale = move[1].pop(SCALE, scale)
-    return move, scale
 
 
 def _is_bounded(length: Length | Tensor | float, task: Task, reader: Reader) -> bool:
@@ -655,16 +678,6 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
 
 
 # ---- after the rule ------------------------------------------------------------------------------
-
-
-def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> bool:
-    """Say whether the new point has to be looked at: a bound on the step is not finite or unknown.
-
-    On an accelerator the flows of this package saturate and are not looked at.
-    """
-    if not isinstance(length, Length):
-        return True
-    return reader.is_lost or (not length.limit < math.inf)
 
 
 def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
