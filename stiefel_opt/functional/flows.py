@@ -308,29 +308,33 @@ def _bounds(
 
 
 def rotation_of_square(
-    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader, judged: Tensor | None = None
 ) -> tuple[Tensor, Length]:
     """Return D - I for square matrices, X D being the whole move, and the length of the step.
 
     For a square matrix every m x m is as large as the parameter: Z is computed by ``compute``, and
-    freed before the roots are worked out.
+    freed before the roots are worked out. ``judged`` is as in :func:`step_factors_of`.
     """
-    difference, step, length = _of_square(compute, lr, reader)
+    difference, step, length = _of_square(compute, lr, reader, judged)
     root = step.times(plus_identity(difference))
     return difference.baddbmm_(compute(), root, alpha=step.number), length
 
 
 def turned_square(
-    point: Tensor, compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+    point: Tensor,
+    compute: Callable[[], Tensor],
+    lr: Scalar,
+    reader: Reader,
+    judged: Tensor | None = None,
 ) -> tuple[Tensor, Length]:
     """Return X D = (X + X K)(I + S), two products as D takes, and fewer passes over memory."""
-    difference, step, length = _of_square(compute, lr, reader)
+    difference, step, length = _of_square(compute, lr, reader, judged)
     moved = add_product(point, point, step.times(compute()), alpha=step.number)
     return add_product(moved, moved, difference), length
 
 
 def _of_square(
-    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader, judged: Tensor | None
 ) -> tuple[Tensor, Step, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
     turn, reads = compute(), reader.is_exact
@@ -341,7 +345,7 @@ def _of_square(
     limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
     length, second, step = Length(squares, 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
-        length, second, step = _cut(powers, count, lr, reader)
+        length, second, step = _cut(powers, count, lr, reader, judged=judged)
     square, scale, limit = length[:3]
     if size > MEDIUM:  # as large as the parameter: a number is stored instead
         length = length._replace(squares=largest_eigenvalue(square))

@@ -214,15 +214,18 @@ def adam(
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        new_X, new_Z, length = turn_square(X, turn, new[SKEW], eta, transport, reader)
+        judged = _judgement(new, reader)
+        new_X, new_Z, length = turn_square(X, turn, new[SKEW], eta, transport, reader, judged)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
     of_normal = moments(state, "normal", minus_g, betas, mu)
     V = divided(of_normal, "normal", latest=minus_g if nesterov else None)
     del minus_g
-    U, along = of_normal.pop(NORMAL), direction()
-    new_X, carried, length = advance(X, V, U, along, new[SKEW], eta, transport, None, sums, reader)
+    U, along, judged = of_normal.pop(NORMAL), direction(), _judgement(new | of_normal, reader)
+    new_X, carried, length = advance(
+        X, V, U, along, new[SKEW], eta, transport, None, sums, reader, judged
+    )
     return new_X, new | of_normal | carried, length
 
 
@@ -386,14 +389,15 @@ def turn_square(
     lr: Scalar,
     transport: str | None,
     reader: Reader,
+    judged: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
     turn = (lambda: direction) if isinstance(direction, Tensor) else direction
     if transport != "projected" and not is_halved(X):
-        new_X, length = turned_square(X, turn, lr, reader)
+        new_X, length = turned_square(X, turn, lr, reader, judged)
         new = {} if transport is None else {SKEW: new_Z}
     else:  # a product of the rotation is symmetric, and large ones are cheaper then
-        rotation, length = rotation_of_square(turn, lr, reader)
+        rotation, length = rotation_of_square(turn, lr, reader, judged)
         new_X = add_product(X, X, rotation)
         new = {} if transport is None else carried_skew(new_Z, rotation, transport)
     return new_X, new, length
@@ -448,8 +452,7 @@ def _moments_at_once(
 ) -> Tensor | None:
     """Put the new moments into ``room``, and what they give into ``force``; return a judgement.
 
-    As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
-    forgets what is not finite, and such a force makes no long step: its size is judged.
+    As :func:`moments` and :func:`precondition`, in half as many calls.
     """
     betas, eps, nesterov = options[:3]
     root, most = (n.view(1) if isinstance(n, Tensor) else n for n in options[3:])
@@ -477,6 +480,17 @@ def _moments_at_once(
         torch.div(first, denominator, out=values)
     values.clamp_(-most, most)
     return judged
+
+
+def _judgement(state: Mapping[str, Tensor], reader: Reader) -> Tensor | None:
+    """Return a number a matrix that is not finite where a second moment is not, ``(k)``.
+
+    A second moment never forgets that, and such a force makes no long step.
+    """
+    if reader.is_exact:
+        return None
+    sizes = [state[name].amax(dim=(-2, -1)) for name in _SECOND if name in state]
+    return sizes[0] if len(sizes) == 1 else sizes[0] + sizes[1]
 
 
 # ---- moments -------------------------------------------------------------------------------------

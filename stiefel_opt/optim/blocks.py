@@ -313,7 +313,8 @@ class StateViews:
     Attributes:
         slots: Each dictionary and its key.
         ids: Of the tensors there, which are alive: else ``forget`` has been called.
-        memory: Their addresses.
+        address: Says where one of them lies.
+        memory: Where they were.
     """
 
     def __init__(
@@ -327,9 +328,11 @@ class StateViews:
         ]
         views = [state[key] for state, key in self.slots]
         self.ids = list(map(id, views))
-        self._is_shared = any(weight.shards is not None for weight in weights)
-        self._address = address_for(views)
-        self.memory = self.addresses(views)
+        self.address = address_for(views)
+        if any(weight.shards is not None for weight in weights):
+            of_local = self.address
+            self.address = lambda view: of_local(local_part(view))
+        self.memory = list(map(self.address, views))
         method = weakref.WeakMethod(forget)
 
         def gone(_: Any) -> None:
@@ -337,11 +340,6 @@ class StateViews:
                 release()
 
         self._views: list[Any] = [weakref.ref(view, gone) for view in views]
-
-    def addresses(self, views: list[Tensor]) -> list[int]:
-        """Return where tensors like these lie."""
-        tensors = [local_part(view) for view in views] if self._is_shared else views
-        return list(map(self._address, tensors))
 
     def release(self) -> None:
         """Give a copy of their state to parameters that have left the stack."""

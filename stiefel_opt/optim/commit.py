@@ -434,7 +434,8 @@ def _new_point(
     unscaled, norm = stored, None
     if batch.learns_scale or batch.scale != 1.0:
         unscaled, norm = _unscaled(stored, task, reader)
-    X, fixed, is_projected = unscaled, {}, False
+    X, is_projected = unscaled, False
+    fixed: Tensors = {}
     if task.is_due or task.is_changed or not reader.is_exact:
         X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
@@ -475,7 +476,8 @@ def _run(
 
     Where numbers may be read a step that is too steep is taken again, shorter.
     """
-    batch, scale = task.batch, task.batch.scale
+    batch = task.batch
+    scale: Scalar = batch.scale
     apply = partial(rule, X, grad, state, step=task.number, sums=batch.sums, reader=reader)
     watched = reader.is_exact and not X.is_inference()
     versions = (X._version, grad._version) if watched else None

@@ -350,7 +350,7 @@ class WeightGroup:
             self._is_forgotten
             or not all(map(operator.is_, map(states.get, self.parameters), self._states))
             or list(map(id, slots)) != self.views.ids
-            or self.views.addresses(slots) != self.views.memory
+            or list(map(self.views.address, slots)) != self.views.memory
         ):
             return False
         self._now = self._look()
