@@ -152,7 +152,9 @@ def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
     for index, lr in zip(optimizer._indices, lrs, strict=True):
         if index is None:
             continue
-        options = index.options._replace(lr=usable(lr))
+        if index.options.lr is not lr:
+            index.options = index.options._replace(lr=usable(lr))
+        options = index.options
         for weights, capture in zip(index.weight_groups, index.captures, strict=True):
             with exact_products(weights.steps):
                 turning = (capture or weights).step(options)
