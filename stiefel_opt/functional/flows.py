@@ -25,7 +25,7 @@ from stiefel_opt.numerics.linalg import (
     add_to_diagonal_,
     are_finite,
     bounds_of,
-    identity_for,
+    defect,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
@@ -132,7 +132,7 @@ def corrected(
     pairs = [(point, state[name]) for name in normal if name in state]
     products = sums(*([] if own is not None else [(point, point)]), *pairs)
     own = products.pop(0) if own is None else own
-    new_point = add_product(point, point, torch.sub(identity_for(own), own), alpha=0.5)
+    new_point = add_product(point, point, defect(own), alpha=0.5)
     changed: Tensors = {}
     for name, overlap in zip([name for name in normal if name in state], products, strict=True):
         changed[name] = add_product(state[name], new_point, overlap, alpha=-1.0)

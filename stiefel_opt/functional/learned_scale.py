@@ -36,6 +36,7 @@ from stiefel_opt.numerics.linalg import (
     Sums,
     dot,
     frobenius_norm,
+    inner_product,
     square_norm,
 )
 
@@ -67,6 +68,12 @@ def limited(norm: Tensor, columns: int, start: float) -> Tensor:
     """Return a norm for which g is within its limits."""
     unit = start * math.sqrt(columns)
     return norm.clamp(unit / _LIMIT, unit * _LIMIT)
+
+
+def norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, sums: Sums, start: float) -> Tensor:
+    """Return the norm of projected points whose scale is the mean of the singular values."""
+    mean = sums.add(inner_product(X, unscaled)) / X.size(-1)
+    return limited(norm * mean, X.size(-1), start)
 
 
 def with_learned_scale(

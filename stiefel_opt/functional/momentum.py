@@ -75,7 +75,7 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_product_,
     add_product_into,
-    identity_for,
+    defect,
     is_halved,
     product,
 )
@@ -193,14 +193,12 @@ def adam(
     reader, a = reader or reader_for(X), metric_parameter(metric)
     is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     (S,) = sums((X, G))
-    room = force = None
-    if is_plain and isinstance(state, Packed):
-        room, force = state.like(), state.like(SKEW, NORMAL)
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
     eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
     is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
-    if is_one and isinstance(state, Packed) and room is not None and force is not None:
+    if is_plain and is_one and isinstance(state, Packed):
+        room, force = state.like(), state.like(SKEW, NORMAL)
         options = betas, eps, nesterov, root, most
         judged = _moments_at_once(X, G, S, state, room, force, options, reader)
         parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
@@ -214,9 +212,8 @@ def adam(
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        judged = _judgement(new, reader)
-        new_X, new_Z, length = turn_square(X, turn, new[SKEW], eta, transport, reader, judged)
-        return new_X, new | new_Z, length
+        moved = turn_square(X, turn, new[SKEW], eta, transport, reader, _judgement(new, reader))
+        return moved[0], new | moved[1], moved[2]
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
     of_normal = moments(state, "normal", minus_g, betas, mu)
@@ -312,11 +309,11 @@ def corrected_unprojected(
         own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
         (overlap,) = sums((X, state[UNPROJECTED]))
-    defect = torch.sub(identity_for(own), own)
-    overlap = torch.baddbmm(overlap, defect, overlap, alpha=0.5)  # of the corrected point
+    error = defect(own)
+    overlap = torch.baddbmm(overlap, error, overlap, alpha=0.5)  # of the corrected point
     if FACTOR in state:
         overlap = torch.bmm(overlap, state[FACTOR])
-    return add_product(X, X, defect, alpha=0.5), {OVERLAP: overlap}
+    return add_product(X, X, error, alpha=0.5), {OVERLAP: overlap}
 
 
 # ---- moves ---------------------------------------------------------------------------------------

@@ -351,7 +351,9 @@ class Lagged(Reader):
 
     What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
     Numbers of the host that all matrices have in common, such as counts of their steps, are kept
-    until it learns that a matrix was left out. That is one step late, or two.
+    until it learns that a matrix was left out. That is one step late, or two. From then on they are
+    numbers of the device, until the host waits in any case: when a checkpoint is made. Weights of
+    one batch that have missed different steps have none in common any more.
     """
 
     def __init__(self) -> None:
@@ -600,7 +602,7 @@ _MKLDNN: Any = torch.backends.mkldnn
 _BACKENDS: Any = (torch.backends.cuda.matmul, _MKLDNN.matmul)
 _EXACT = ("none", "ieee")  # settings that keep all digits: the default, and full precision
 # What the backends ask, without the exception that each of their attributes begins with.
-_PRECISION: Any = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
+_PRECISION: Any = torch._C._get_fp32_precision_getter
 _NOTHING: Final = contextlib.nullcontext()
 
 

@@ -400,9 +400,11 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
     return matrix.add_(identity_for(matrix), alpha=value)
 
 
-def half_error_(own: Tensor) -> Tensor:
-    """Turn X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal up to M^2."""
-    return add_to_diagonal_(own.mul_(-0.5), 0.5)
+def defect(own: Tensor) -> Tensor:
+    """Return D = I - X'X from X'X: X + X D/2 is orthonormal up to D^2."""
+    if _is_large(own):
+        return add_to_diagonal_(own.neg(), 1.0)
+    return torch.sub(identity_for(own), own)
 
 
 def plus_identity(matrix: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, overload
 
@@ -21,7 +22,9 @@ from stiefel_opt.errors import check_group
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.numerics.device import is_compiling
+from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
+from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.capture import captures_of, check_wanted, how_stepped
 from stiefel_opt.optim.commit import Correction, Rule, ScaleRule
 from stiefel_opt.optim.group import (
@@ -30,14 +33,14 @@ from stiefel_opt.optim.group import (
     index_for,
     move_constrained,
     step_all,
-    usable,
 )
 from stiefel_opt.optim.records import Records
-from stiefel_opt.optim.state import State, StateDict, declared_once
+from stiefel_opt.optim.sharding import Shards, shards_of
+from stiefel_opt.optim.state import START, State, StateDict, complete_state, declared_once
 from stiefel_opt.optim.tagged import TaggedOptimizer
 from stiefel_opt.optim.torch_rules import Group, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
-from stiefel_opt.optim.velocity import Form, group_of, set_velocity_, velocity_of
+from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.tags.parameter import project_untagged
 
 # Attributes of a class that speak of a method: who overrides the method says them again.
@@ -334,8 +337,40 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         return index
 
     def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:
-        """Make the state of parameters that have a gradient for the first time."""
-        index.admit(self, group, late)
+        """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
+        waiting, form = set(index.waiting).difference(late), self._velocity_form()
+        layouts: dict[Any, Shards | None] = {}
+        weights: dict[torch.device, list[Weight]] = {}
+        restarted: list[Tensor] = []
+        for place, manifold in enumerate(index.readings):
+            if manifold is None or place in waiting:
+                continue
+            parameter, key = group["params"][place], None
+            if is_sharded(parameter):
+                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
+            if key not in layouts:
+                layouts[key] = shards_of(parameter, manifold)
+            called = partial(checks.name_of, parameter, self.param_groups)
+            if (shards := layouts[key]) is not None:
+                checks.check_sharing(shards, parameter, self, called)
+            states, records = self.state, self.records
+            if records.drop_unfit(states, parameter, manifold, index.declared):
+                restarted.append(parameter)
+            state: StateDict = states[parameter]
+            if manifold.learn_scale:  # a checkpoint may have brought another start
+                manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
+            together = weights.setdefault(parameter.device, [])
+            weight = Weight(parameter, manifold, state, shards, len(together))
+            keep_velocity(weight, index.declared, form)
+            complete_state(state, index.declared, parameter, manifold, called, form.known, shards)
+            together.append(weight)
+        tally_of = self.records.tally_of
+        index.weight_groups = [
+            WeightGroup(each, [tally_of(w.parameter) for w in each], index.declared)
+            for each in weights.values()
+        ]
+        index.waiting = sorted(waiting)
+        checks.warn_of_restarts(restarted, self.param_groups)
         index.captures = captures_of(index.weight_groups, self.records.of_graphs)
         self._allow_captures(index, group)
 
@@ -359,7 +394,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         for place, group in enumerate(self.param_groups):
             if self._indices[place] is None:
                 continue
-            usable(group["lr"])
+            checks.usable_lr(group["lr"])
             index = index_for(self, place, group)
             for weights in index.weight_groups:
                 ours = list(map(grads.get, weights.parameters))
@@ -400,6 +435,9 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+            for weights in self.all_constrained():  # the host has waited already
+                for batch in weights.batches:
+                    batch.lagged.part(may_wait=True)
         drop_unfit(self)
         checkpoint.warn_if_nonfinite(self)
         # before all hooks of users: they see what is saved, and what they return counts

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.numerics.device import address_for, has_values
+from stiefel_opt.numerics.device import address_for, has_values, is_cpu
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed, Sums
 from stiefel_opt.optim.sharding import Shards
@@ -292,6 +292,44 @@ def plain_rows_of(
                     states[int(index)][word] = weight.local_rows(tensor)
             pairs.append((weight, states))
     return pairs
+
+
+def move_rows(
+    moving: list[tuple[Weight, list[StateDict]]],
+    all_grads: Sequence[Tensor | None],
+    values: Sequence[Tensor],
+    verdicts: Tensor | None,
+    move: Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None],
+) -> None:
+    """Move the plain rows of parameters that are constrained in part, by the plain rule.
+
+    ``move`` takes parameters, gradients, states, and a number: unless it is 0, nothing moves.
+    """
+    parameters: list[Tensor] = []
+    grads: list[Tensor] = []
+    states: list[StateDict] = []
+    for weight, own in moving:
+        grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
+        split, value = weight.local_manifold.plain_parts, values[weight.place]
+        parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
+        if not is_cpu(value):  # a kernel takes one verdict for all that it moves
+            found_inf = grad.new_zeros((), dtype=torch.float32)
+            if verdicts is not None:
+                found_inf = (~verdicts[weight.place]).float()
+            move(list(split(value)), parts, own, found_inf)
+            continue
+        parameters += split(value)
+        grads += parts
+        states += own
+    if parameters:
+        move(parameters, grads, states, None)
+    for weight, own in moving:
+        for index, state in enumerate(own):
+            for word, tensor in state.items():
+                key = key_of(ROWS + word, index)
+                is_replaced = weight.shards is None or not isinstance(tensor, Tensor)
+                if key not in weight.state or is_replaced:
+                    weight.state[key] = weight.shown_rows(tensor, index)
 
 
 def views_of(whole: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from stiefel_opt.errors import CONSTRAINABLE
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
 from stiefel_opt.functional.learned_scale import (
     SCALE,
-    limited,
+    norm_at,
     norm_of,
     over_scale,
     with_learned_scale,
@@ -48,19 +48,18 @@ from stiefel_opt.numerics.linalg import (
     Packed,
     Sums,
     are_finite,
-    inner_product,
     largest_stretch,
-    square_norm,
 )
 from stiefel_opt.optim.blocks import Stack
 from stiefel_opt.optim.moves import (
     check_move,
     is_foreign,
+    is_stale,
     refuse_write,
     warn_if_off,
     warn_of_sign,
 )
-from stiefel_opt.optim.state import State, StateDict
+from stiefel_opt.optim.state import State
 from stiefel_opt.tags.blocks import as_batch, shares_memory
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
@@ -285,16 +284,12 @@ class Batch:
         return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
 
 
-# parameters, gradients, states, and None or a tensor: where it is nonzero, nothing moves
-MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
-
-
 class StepOptions(NamedTuple):
     """What a group says about a step: its rules, and its options of these names."""
 
     rule: Rule
     correct: Correction
-    move_rows: MoveRows  # the plain rule
+    move_rows: Any  # the plain rule; None where there are no rows
     lr: Scalar
     nonfinite: str
     scale_rule: ScaleRule
@@ -350,9 +345,8 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         return unsafe, None
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
-    index, state = None, batch.state
-    if chosen is not None:
-        index = batch.index_of(chosen)
+    index, state = None if chosen is None else batch.index_of(chosen), batch.state
+    if index is not None:
         state = {name: tensor[index] for name, tensor in state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
     was_bounded, is_bounded = (
@@ -439,9 +433,11 @@ def _new_point(
     if task.is_due or task.is_changed or not reader.is_exact:
         X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
-        rule = scale_rule.beside(rule, _norm_at(X, unscaled, norm, task) if is_projected else norm)
+        norm = norm_at(X, unscaled, norm, sums, batch.scale) if is_projected else norm
+        rule = scale_rule.beside(rule, norm)
     is_first, current = batch.is_new, {**state, **fixed} if fixed else state
-    move, scale, steepness = _run(rule, X, grad, current, lr, grad_length, task, reader)
+    apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
+    move, scale, steepness = _run(apply, lr, grad_length, task, reader)
     new_X, new, length = move
     if fixed:
         new = {**fixed, **new}
@@ -463,32 +459,24 @@ def _new_point(
 
 
 def _run(
-    rule: Rule,
-    X: Tensor,
-    grad: Tensor,
-    state: Tensors,
-    lr: Scalar,
-    grad_length: float,
-    task: Task,
-    reader: Reader,
+    apply: partial[Move], lr: Scalar, grad_length: float, task: Task, reader: Reader
 ) -> tuple[Move, Scalar, float]:
-    """Return what a rule returns, the scale beside it, and how steep the step is.
+    """Return what a bound rule returns, the scale beside it, and how steep the step is.
 
     Where numbers may be read a step that is too steep is taken again, shorter.
     """
-    batch = task.batch
+    batch, (X, grad, _) = task.batch, apply.args[-3:]
     scale: Scalar = batch.scale
-    apply = partial(rule, X, grad, state, step=task.number, sums=batch.sums, reader=reader)
     watched = reader.is_exact and not X.is_inference()
     versions = (X._version, grad._version) if watched else None
     move = apply(lr=lr)
     if watched and versions != (X._version, grad._version):
-        refuse_write(rule)
+        refuse_write(apply)
     if batch.learns_scale:
         scale = move[1].pop(SCALE, scale)
     if batch.is_new:
-        check_move(rule, X, batch.declared, move)
-        batch.is_new, batch.is_foreign = False, is_foreign(rule)
+        check_move(apply, X, batch.declared, move)
+        batch.is_new, batch.is_foreign = False, is_foreign(apply)
     steepness = _steepness(move[2], lr, grad_length, reader)
     if reader.is_exact and _VERY_STEEP < steepness < math.inf:
         most = steepest(X.dtype, batch.row_count)
@@ -526,12 +514,6 @@ def _unscaled(stored: Tensor, task: Task, reader: Reader) -> tuple[Tensor, Tenso
         finite = torch.finfo(norm.dtype)
         norm = norm.clamp(finite.tiny, finite.max)
     return over_scale(stored, norm, stored.size(-1)), norm
-
-
-def _norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, task: Task) -> Tensor:
-    """Return the norm of projected points whose scale is the mean of the singular values."""
-    mean = task.batch.sums.add(inner_product(X, unscaled)) / X.size(-1)
-    return limited(norm * mean, X.size(-1), task.batch.scale)
 
 
 def _scaled(
@@ -636,7 +618,7 @@ def _on_manifold(
         warn_of_sign(point[error <= 10 * tolerance], batch.determinant)
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
-        if is_due or worst > tolerance or _is_stale(state, fixed, sums):
+        if is_due or worst > tolerance or is_stale(state, fixed, sums):
             return new_point, fixed, False
         return point, {}, False
     off = ~(error <= 10 * tolerance)
@@ -665,18 +647,6 @@ def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
     known = reader.steepness = reader.known("norm", Hint(_STEEP))
     reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
     return reader
-
-
-def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
-    """Say whether a momentum belongs to another point: it is off the tangent space of this one."""
-    matrices = [t for t in state.values() if t.size(-2) > 1]  # not numbers beside them
-    if not (fixed and matrices):
-        return False
-    squares = torch.stack([square_norm(t) for t in matrices])
-    size = sums.add(squares.sum(dim=0)).sqrt()
-    eps = torch.finfo(size.dtype).eps
-    changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
-    return any(bool(change.any()) for change in changes)
 
 
 # ---- after the rule ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -25,12 +24,10 @@ from stiefel_opt.numerics.device import (
     has_values,
     index_on,
     is_cpu,
-    numbers_on,
-    readable,
     reader_for,
     working_dtype,
 )
-from stiefel_opt.numerics.distributed import is_sharded, local_part
+from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.blocks import (
@@ -38,6 +35,7 @@ from stiefel_opt.optim.blocks import (
     Weight,
     join_masters,
     joined,
+    move_rows,
     plain_rows_of,
     stacks_of,
 )
@@ -45,23 +43,18 @@ from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
     Moved,
-    MoveRows,
     StepOptions,
     Task,
     take_step,
 )
-from stiefel_opt.optim.sharding import Shards, shards_of
+from stiefel_opt.optim.records import gained_by
+from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import (
-    ROWS,
-    START,
     State,
     StateDict,
-    complete_state,
     follow_,
-    key_of,
 )
 from stiefel_opt.optim.torch_rules import Group, step_rows
-from stiefel_opt.optim.velocity import keep_velocity
 from stiefel_opt.tags.parameter import mark_unconstrained
 
 # A weight that each of MANY_STEPS steps in a row has turned by more than _LONG radians
@@ -72,12 +65,7 @@ _LONG: Final = math.pi / 4
 _CORRECTION_PERIOD: Final = 8
 _LAST_COUNT: Final = 2.0**24  # float32 counts no further
 
-# The learning rate is limited so that its square fits float32; rotations saturate long before.
-_LARGEST_LR: Final = 2.0**50
-
-# Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
-TALLIES: Final = ("skipped", "unreported")
-
+_ROWS = operator.attrgetter("rows")
 _GRAD = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _TAG, _NONE = itertools.repeat("manifold"), itertools.repeat(None)
@@ -114,7 +102,8 @@ def index_for(optimizer: Any, place: int, group: Group) -> GroupIndex:
 
 def _prepare(optimizer: Any, place: int, group: Group) -> list[Tensor]:
     """Look at the gradients of a group before anything changes; return the plain parameters."""
-    usable(group["lr"])
+    if type(lr := group["lr"]) is not float or not abs(lr) <= checks.LARGEST_LR:
+        checks.usable_lr(lr)
     index = index_for(optimizer, place, group)
     for weights in index.weight_groups:
         grads = list(map(_GRAD, weights.parameters))
@@ -127,34 +116,18 @@ def _prepare(optimizer: Any, place: int, group: Group) -> list[Tensor]:
     return index.plain_with_gradient(optimizer, group) if index.plain else []
 
 
-def usable(lr: Any) -> float | Tensor:
-    """Return a learning rate as a number where it can be read, and not too large a one.
-
-    Raise unless it is one finite number, or a tensor that cannot be read.
-    """
-    if type(lr) is float and abs(lr) <= _LARGEST_LR:
-        return lr
-    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
-    if value is None and isinstance(lr, Tensor):
-        return lr
-    try:
-        is_finite = math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):  # no number, or several
-        is_finite = False
-    if not is_finite:
-        checks.refuse_lr(lr)
-    return min(float(value), _LARGEST_LR)
-
-
 def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
     """Move the constrained parameters of every group; last, warn or raise for missed steps."""
     missed: dict[bool, list[Tensor]] = {False: [], True: []}
-    for index, lr in zip(optimizer._indices, lrs, strict=True):
+    for group, index, lr in zip(optimizer.param_groups, optimizer._indices, lrs, strict=True):
         if index is None:
             continue
         if index.options.lr is not lr:
-            index.options = index.options._replace(lr=usable(lr))
+            index.options = index.options._replace(lr=checks.usable_lr(lr))
         options = index.options
+        if any(map(_ROWS, index.weight_groups)):  # not kept: it may hold the optimizer
+            rule_of_rows = partial(step_rows, optimizer._step_plain, group)
+            options = options._replace(move_rows=rule_of_rows)
         for weights, capture in zip(index.weight_groups, index.captures, strict=True):
             with exact_products(weights.steps):
                 turning = (capture or weights).step(options)
@@ -197,9 +170,8 @@ class GroupIndex:
         self._options = self._options_of(group)
         self.declared = optimizer.declared_for(group)
         rules = optimizer.rule_for(group), optimizer.correction_for(group)
-        move_rows = partial(step_rows, optimizer._step_plain, group)
         scale_rule, nonfinite = optimizer.scale_rule_for(group), group["nonfinite"]
-        self.options = StepOptions(*rules, move_rows, 0.0, nonfinite, scale_rule)
+        self.options = StepOptions(*rules, None, 0.0, nonfinite, scale_rule)
         optimizer._allow_captures(self, group)
 
     def describes(self, optimizer: Any, group: Group) -> bool:
@@ -231,42 +203,6 @@ class GroupIndex:
                 checks.refuse_gradient(parameter, optimizer.param_groups)
         return plain
 
-    def admit(self, optimizer: Any, group: Group, late: list[int]) -> None:
-        """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
-        waiting, form = set(self.waiting).difference(late), optimizer._velocity_form()
-        layouts: dict[Any, Shards | None] = {}
-        weights: dict[torch.device, list[Weight]] = {}
-        restarted: list[Tensor] = []
-        for place, manifold in enumerate(self.readings):
-            if manifold is None or place in waiting:
-                continue
-            parameter, key = group["params"][place], None
-            if is_sharded(parameter):
-                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
-            if key not in layouts:
-                layouts[key] = shards_of(parameter, manifold)
-            called = partial(checks.name_of, parameter, optimizer.param_groups)
-            if (shards := layouts[key]) is not None:
-                checks.check_sharing(shards, parameter, optimizer, called)
-            states, records = optimizer.state, optimizer.records
-            if records.drop_unfit(states, parameter, manifold, self.declared):
-                restarted.append(parameter)
-            state: StateDict = states[parameter]
-            if manifold.learn_scale:  # a checkpoint may have brought another start
-                manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
-            together = weights.setdefault(parameter.device, [])
-            weight = Weight(parameter, manifold, state, shards, len(together))
-            keep_velocity(weight, self.declared, form)
-            complete_state(state, self.declared, parameter, manifold, called, form.known, shards)
-            together.append(weight)
-        tally_of = optimizer.records.tally_of
-        self.weight_groups = [
-            WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
-            for each in weights.values()
-        ]
-        self.waiting = sorted(waiting)
-        checks.warn_of_restarts(restarted, optimizer.param_groups)
-
 
 class WeightGroup:
     """The constrained parameters of a group on one device that have had a gradient.
@@ -286,8 +222,7 @@ class WeightGroup:
         self._counts = joined(counters).view(2, -1)
         self.steps, self.skipped = self._counts
         self.reads = is_cpu(self.steps)
-        self._everywhere = list(range(len(weights)))
-        self._all = set(self._everywhere)
+        self._everywhere, self._all = list(range(len(weights))), set(range(len(weights)))
         self._unreported = joined([(tally, "unreported") for tally in tallies])
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
@@ -295,7 +230,7 @@ class WeightGroup:
         values = [weight.moving() for weight in weights]
         stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
-        self._rows = plain_rows_of(weights, values)
+        self.rows = plain_rows_of(weights, values)
         # what moves, if it is the parameters; masters and shards are looked up in every step
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
@@ -319,7 +254,7 @@ class WeightGroup:
     def _find_joint(self) -> list[int]:
         """Return the places of weights that no single batch can judge, and of their neighbours."""
         batches = Counter(place for batch in self.batches for place in batch.places)
-        joint = {weight.place for weight, _ in self._rows}
+        joint = {weight.place for weight, _ in self.rows}
         for weight in self.weights:
             if batches[weight.place] != 1 or weight.shards is not None:
                 joint.add(weight.place)
@@ -334,7 +269,7 @@ class WeightGroup:
         for batch in self.batches:
             state = batch.state
             changed += [state.flat] if isinstance(state, Packed) else list(state.values())
-        for _, states in self._rows:
+        for _, states in self.rows:
             changed += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return changed
 
@@ -517,8 +452,9 @@ class WeightGroup:
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
-            if self._rows and self.is_due is None:
-                _move_rows(self, values, options.move_rows)
+            if self.rows and self.is_due is None:
+                own = [pair for pair in self.rows if pair[0].place not in self._staying]
+                move_rows(own, self._grads, values, self._ok, options.move_rows)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
         finally:
@@ -583,7 +519,7 @@ class WeightGroup:
             for batch in self.batches:
                 batch.lagged.part(may_wait=True)
         counts = _counted(self, moved) if self.reads else None
-        gained = None if self.reads else _gained(self, moved, done)
+        gained = None if self.reads else gained_by(self, moved, done)
         written = values if is_written else []
         try:
             self._write(written, counts)
@@ -668,56 +604,9 @@ def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
     return counts
 
 
-def _gained(weights: WeightGroup, moved: set[int], done: Moved) -> Tensor:
-    """Return which steps were taken, and which were skipped, ``(2, weights)``; nobody waits."""
-    verdicts = [(places, ok) for places, ok in done.values() if ok is not None]
-    if weights._ok is not None:
-        places = [place for place in weights._joint if place in moved]
-        verdicts.append((places, weights._of(weights._ok, places)))
-    kinds = numbers_on(weights.steps, 0.0, 1.0).unsqueeze(-1)
-    if len(verdicts) == 1 and verdicts[0][0] == weights._everywhere:
-        return verdicts[0][1] != kinds
-    present = torch.zeros_like(weights.steps)
-    present.index_fill_(0, weights._at(sorted(moved)), 1.0)
-    if not verdicts:
-        return present * (1 - kinds)
-    index = weights._at(list(itertools.chain(*(places for places, _ in verdicts))))
-    taken = present.index_copy(0, index, torch.cat([ok for _, ok in verdicts]).to(present))
-    return (taken != kinds) & (present != 0)
-
-
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
     return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
-
-
-def _move_rows(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:
-    """Move the plain rows of parameters that are constrained in part, by the plain rule."""
-    moving = [pair for pair in weights._rows if pair[0].place not in weights._staying]
-    parameters: list[Tensor] = []
-    grads: list[Tensor] = []
-    states: list[StateDict] = []
-    for weight, own in moving:
-        grad: Tensor = weights._grads[weight.place]  # type: ignore[assignment]
-        split, value = weight.local_manifold.plain_parts, values[weight.place]
-        parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-        if not weights.reads:  # a kernel takes one verdict for all that it moves
-            found_inf = grad.new_zeros((), dtype=torch.float32)
-            if weights._ok is not None:
-                found_inf = (~weights._ok[weight.place]).float()
-            move_rows(list(split(value)), parts, own, found_inf)
-        parameters += split(value)
-        grads += parts
-        states += own
-    if parameters and weights.reads:
-        move_rows(parameters, grads, states, None)
-    for weight, own in moving:
-        for index, state in enumerate(own):
-            for word, tensor in state.items():
-                key = key_of(ROWS + word, index)
-                is_replaced = weight.shards is None or not isinstance(tensor, Tensor)
-                if key not in weight.state or is_replaced:
-                    weight.state[key] = weight.shown_rows(tensor, index)
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:

@@ -549,6 +549,30 @@ def test_an_index_that_is_kept_is_no_fake_and_of_no_transform() -> None:
         assert not index_on(elsewhere, [7, 4]).is_inference()
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_a_checkpoint_ends_what_a_skipped_step_has_cost(name: str) -> None:
+    """Numbers that the host has no more are read again where it waits in any case."""
+    weight, opt = steady(name, (64, 8))
+
+    def calls() -> int:
+        for _ in range(4):
+            opt.step()
+        with Counted(opt) as counted:
+            for _ in range(8):
+                opt.step()
+        return counted.calls
+
+    before = calls()
+    good, weight.grad = weight.grad, torch.full_like(weight, math.nan)
+    opt.step()
+    weight.grad = good
+    after_a_skip = calls()
+    assert after_a_skip > before
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.state_dict()
+    assert calls() <= before
+
+
 @every_rule
 def test_a_step_that_was_skipped_is_not_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may learn of it late, but then the numbers of later steps are those of a CPU."""
