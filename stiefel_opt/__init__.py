@@ -11,29 +11,16 @@ import typing as _typing
 from stiefel_opt import errors, functional, numerics, optim, tags
 from stiefel_opt.optim import StiefelAdam, StiefelAdamW, StiefelSGD
 from stiefel_opt.tags.between import distance, exp, interpolate, log, mean
-from stiefel_opt.tags.constraints import (
-    LostTagWarning,
-    constrain,
-    param_groups,
-    project_,
-    release,
-    retag,
-)
+from stiefel_opt.tags.constraints import constrain, param_groups, project_, release, retag
 from stiefel_opt.tags.foreign import trust
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_, polar, project_tangent, random_point, retract
 from stiefel_opt.tags.report import orthonormality_error, report
+from stiefel_opt.tags.watch import LostTagWarning
 
 if _typing.TYPE_CHECKING:
-    from stiefel_opt import compat, lipschitz, methods, nn, ot, parametrizations, rotations, tools
-    from stiefel_opt.lipschitz import (
-        certified_accuracy,
-        certified_radius,
-        lipschitz_bound,
-        lipschitz_rule,
-        lipschitz_table,
-    )
+    from stiefel_opt import compat, methods, nn, ot, parametrizations, rotations, tools
     from stiefel_opt.methods import (
         AdaptiveAdam,
         AdaptiveSGD,
@@ -46,6 +33,13 @@ if _typing.TYPE_CHECKING:
         StiefelLBFGS,
         StiefelMuon,
         minimize,
+    )
+    from stiefel_opt.nn.lipschitz import (
+        certified_accuracy,
+        certified_radius,
+        lipschitz_bound,
+        lipschitz_rule,
+        lipschitz_table,
     )
     from stiefel_opt.parametrizations import orthogonal
     from stiefel_opt.tools import (
@@ -68,15 +62,15 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("compat", "lipschitz", "methods", "nn", "ot", "parametrizations", "rotations", "tools")
+_ROOMS = ("compat", "methods", "nn", "ot", "parametrizations", "rotations", "tools")
 _NAMES = {
-    "lipschitz": (
-        "certified_accuracy", "certified_radius", "lipschitz_bound", "lipschitz_rule",
-        "lipschitz_table",
-    ),
     "methods": (
         "AdaptiveAdam", "AdaptiveSGD", "CayleyAdam", "CayleySGD", "Minimum", "ProjectedRGD",
         "PublishedAdam", "PublishedSGD", "StiefelLBFGS", "StiefelMuon", "minimize",
+    ),
+    "nn.lipschitz": (
+        "certified_accuracy", "certified_radius", "lipschitz_bound", "lipschitz_rule",
+        "lipschitz_table",
     ),
     "parametrizations": ("orthogonal",),
     "tools": (
@@ -99,7 +93,7 @@ __all__ = [
     "certified_accuracy", "certified_radius", "clip_grad_norm_", "compat", "constrain",
     "constrain_adapters", "constrain_attention", "constrain_transformer", "distance", "errors",
     "exp", "export_adapters", "from_geoopt", "from_geotorch", "from_torch_orthogonal", "functional",
-    "interpolate", "lipschitz", "lipschitz_bound", "lipschitz_rule", "lipschitz_table", "log",
+    "interpolate", "lipschitz_bound", "lipschitz_rule", "lipschitz_table", "log",
     "log_orthonormality", "mean", "methods", "minimize", "nn", "numerics", "on_manifold", "optim",
     "orthogonal", "orthogonal_", "orthonormality_error", "orthonormality_errors",
     "orthonormality_penalty", "ot", "param_groups", "parametrizations", "polar", "project_",

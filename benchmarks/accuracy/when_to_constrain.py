@@ -170,8 +170,8 @@ TRANSFER = {
        for width in (64, 128, 256, 512, 1024)},
 }  # fmt: skip
 EVERY = NETWORKS | WIDE | ASIDE | TRANSFER
-SHOWN = (*RIVALS, INITIAL, "learned, pull .3")
-FIGURE = ("20 tanh layers", "ViT, all matrices", "GRU, rows")
+SHOWN = (*RIVALS, "learn_scale=True")  # the picture of the README: what choosing.md recommends
+FIGURE = ("CNN", "tanh RNN, rows", "ViT, all matrices")  # and where
 # Those with residual branches.
 BRANCHED = tuple(name for name in NETWORKS if name.startswith(("residual", "ViT", "character")))
 # Where the constraint loses at its best learning rate, and what is tried there at larger ones.

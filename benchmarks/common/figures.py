@@ -460,22 +460,35 @@ def rotations(path: Path) -> None:
     save(figure, path)
 
 
+TITLES = {
+    "CNN": "convolutional network, MNIST",
+    "tanh RNN, rows": "recurrent network, digits row by row",
+    "ViT, all matrices": "vision transformer, digits",
+}
+
+
 def when_to_constrain(path: Path) -> None:
-    """Test error over the learning rate; bands hold all seeds."""
-    from benchmarks.accuracy.when_to_constrain import unpacked
+    """Test error over the learning rate, of the networks and arms of the README's picture.
+
+    Bands hold all seeds.
+    """
+    from benchmarks.accuracy.when_to_constrain import FIGURE, SHOWN, unpacked
 
     found = unpacked(read(path, "when_to_constrain_runs")["parts"]["figure"])
-    figure, (axes,) = start(len(found), (3.6 * len(found), 3.4))
-    for axis, (title, arms) in zip(axes, found.items(), strict=True):
-        for place, (name, kept) in enumerate(arms.items()):
-            label = "constrained, learned scale" if name.startswith("learned") else name
-            look = style(label, place)
+    figure, (axes,) = start(len(FIGURE), (3.6 * len(FIGURE), 3.4))
+    for axis, network in zip(axes, FIGURE, strict=True):
+        for name in SHOWN:
+            kept, label = found[network][name], name
+            if name == "learn_scale=True":
+                label = "StiefelAdamW, weights constrained with learn_scale=True"
+            look = style(label.partition(", ")[0])
             errors = [[100 - share for share in seeds] for seeds in kept["right"]]
             centre = [statistics.fmean(seeds) for seeds in errors]
             axis.plot(kept["rates"], centre, label=label, markersize=4, **look)
             low, high = ([end(seeds) for seeds in errors] for end in (min, max))
             axis.fill_between(kept["rates"], low, high, color=look["color"], alpha=0.15, lw=0)
-        axis.set(xscale="log", yscale="log", xlabel="learning rate", title=title)
+        axis.set(xscale="log", yscale="log", xlabel="learning rate", title=TITLES[network])
+        axis.set_xticks((0.001, 0.01, 0.1), ("0.001", "0.01", "0.1"))
         axis.grid(alpha=0.3)
         plain_ticks(axis.yaxis)
     axes[0].set_ylabel("test error (%)")

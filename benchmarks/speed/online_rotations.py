@@ -48,9 +48,22 @@ def tokens(model: Any, ids: Tensor, cache: Any) -> None:
 
 
 def unturned(config: Any) -> Any:
-    """A cache on the same grids, in the basis of the model."""
-    kind = importlib.import_module("stiefel_opt.rotations.turned_cache").TurnedLayer
-    plain = type("Plain", (kind,), {"_turn": lambda _, x, **__: x})
+    """A cache on grids of the same kind, in the basis of the model."""
+    module = importlib.import_module("stiefel_opt.rotations.turned_cache")
+
+    def rounded(layer: Any, _: int, x: Tensor) -> Any:
+        return module.rounded_rows(x.float(), layer.bits, x.dtype)
+
+    def restore(layer: Any, _: int, codes: Any, out: Tensor) -> None:
+        packed, middle, step = codes
+        levels = out.new_empty(out.shape)
+        for piece, half in zip(
+            levels.chunk(2, -1), module.levels_of(packed, layer.bits), strict=True
+        ):
+            piece.copy_(half)
+        torch.mul(levels, step, out=out).add_(middle)
+
+    plain = type("Plain", (module.TurnedLayer,), {"_rounded": rounded, "_restore": restore})
     cache = rotations.TurnedCache(config, residual_length=0)
     for layer in cache.layers:
         layer.__class__ = plain

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.numerics.device import NO_HINT, Hint, Reader, finest_dtype, numbers_on
+from stiefel_opt.numerics.device import NO_HINT, Hint, Numbers, Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
@@ -26,10 +26,10 @@ from stiefel_opt.numerics.linalg import (
     are_finite,
     bounds_of,
     defect,
+    gram,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
-    own_gram,
     plus_identity,
     symmetric_product,
 )
@@ -186,7 +186,7 @@ def step_factors_of(
     alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
     powers = skew.new_empty(2 * count if reads else 4 * count, *skew.shape[1:])
     squares = powers if reads else powers[: 2 * count]
-    own_gram(skew, squares[:count], alpha)
+    gram(skew, squares[:count], alpha)
     is_scaled = ahead is not None and count == 1 and sums.are_local and not reads
     pairs = () if is_scaled else also
     _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
@@ -300,10 +300,10 @@ def _bounds(
     if reader.is_exact:
         reader.is_lost |= not bool((rows < math.inf).all())
         sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
-        known = reader.numbers(("length",), sizes, (1.0,))[0] ** 0.5
+        known = reader.numbers(Numbers(("length",), sizes, (1.0,)))[0] ** 0.5
         return rows, min(max(known, _LEAST), _MOST)
     hint = Hint((_SHORT / _MARGIN) ** 2 * units[0], 4 if isinstance(lr, Tensor) else 0)
-    known = reader.numbers(tuple(names), rows, tuple(units), (hint,))[0] ** 0.5 * share
+    known = reader.numbers(Numbers(tuple(names), rows, tuple(units), (hint,)))[0] ** 0.5 * share
     return rows, min(max(_MARGIN * known, _SHORT), _MOST)
 
 
@@ -340,7 +340,7 @@ def _of_square(
     turn, reads = compute(), reader.is_exact
     count, size = turn.shape[:2]
     powers = turn.new_empty(count if reads else 2 * count, *turn.shape[1:])
-    squares = own_gram(turn, powers[:count], 1.0 if isinstance(lr, Tensor) else lr * lr)
+    squares = gram(turn, powers[:count], 1.0 if isinstance(lr, Tensor) else lr * lr)
     del turn
     limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
     length, second, step = Length(squares, 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
@@ -409,14 +409,9 @@ class _PrefixedReader(Reader):
         return self._reader.number("coupling " + name, value, hint)
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
-        return self._reader.numbers(tuple("coupling " + n for n in names), rows, units, hints)
+    def numbers(self, asked: Numbers) -> Sequence[float]:
+        names = tuple("coupling " + name for name in asked.names)
+        return self._reader.numbers(asked._replace(names=names))
 
 
 def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _MOST) -> float:

@@ -136,7 +136,7 @@ def sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return turn_square(X, direction, new_Z, lr, carry, reader)
+        return rotate_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
         B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
@@ -194,7 +194,7 @@ def adam(
     is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     (S,) = sums((X, G))
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
-    eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
+    eta = lr * bias_correction_ratio(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
     is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
     if is_plain and is_one and isinstance(state, Packed):
@@ -212,7 +212,7 @@ def adam(
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        moved = turn_square(X, turn, new[SKEW], eta, transport, reader, _judgement(new, reader))
+        moved = rotate_square(X, turn, new[SKEW], eta, transport, reader, _judgement(new, reader))
         return moved[0], new | moved[1], moved[2]
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
@@ -379,7 +379,7 @@ def advance(
     return new_X, new, length
 
 
-def turn_square(
+def rotate_square(
     X: Tensor,
     direction: Tensor | Callable[[], Tensor],
     new_Z: Tensor,
@@ -588,7 +588,7 @@ def largest_quotient(
     return most if isinstance(most, Tensor) else min(most, torch.finfo(dtype).max)
 
 
-def gain(
+def bias_correction_ratio(
     root: Scalar, beta: float, step: Scalar, dtype: torch.dtype, *, nesterov: bool = False
 ) -> Scalar:
     """Return gamma = sqrt(c2) / c1, with ``nesterov`` c1 of the next step, for the root of c2."""
@@ -620,5 +620,5 @@ def _coupling_of_adam(
     root = bias_correction(betas[1], counted, dtype) ** 0.5
     most = largest_quotient(betas, counted, dtype)
     earlier = precondition(state, "skew", root, betas, eps, most)
-    earlier_lr = lr * gain(root, betas[0], counted, dtype) * (before > 0)
+    earlier_lr = lr * bias_correction_ratio(root, betas[0], counted, dtype) * (before > 0)
     return coupling(earlier, betas[0], earlier_lr, a, reader)

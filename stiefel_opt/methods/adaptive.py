@@ -49,16 +49,17 @@ from stiefel_opt.functional import (
     denominator_of,
     metric_parameter,
     normal_force,
+    rotate_square,
     second_moments,
     shortened,
     skew_force,
     steepest,
-    turn_square,
 )
 from stiefel_opt.numerics import (
     LOCAL_SUMS,
     NO_HINT,
     Hint,
+    Numbers,
     Reader,
     Sums,
     add_product_,
@@ -218,15 +219,9 @@ class _FarReader(Reader):
         return 16.0 * self._reader.number(name, value, hint._replace(least=hint.least / 16.0))
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
-        hints = [hint._replace(least=hint.least / 256.0) for hint in hints]
-        known = self._reader.numbers(names, rows, units, hints)
+    def numbers(self, asked: Numbers) -> Sequence[float]:
+        hints = tuple(hint._replace(least=hint.least / 256.0) for hint in asked.hints)
+        known = self._reader.numbers(asked._replace(hints=hints))
         return [256.0 * number for number in known]  # squares
 
 
@@ -294,7 +289,7 @@ def _moved(
     new_Z = torch.addcmul(minus_f, mu, state[SKEW])
     direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z
     if minus_g is None:
-        new_X, carried, length = turn_square(X, direction, new_Z, eta, transport, reader)
+        new_X, carried, length = rotate_square(X, direction, new_Z, eta, transport, reader)
         return new_X, new | carried, length._replace(inner=S)
     turn = coupling(state[SKEW], 1.0, eta, a, reader)
     U = state[NORMAL] if turn is None else product(state[NORMAL], turn)

@@ -54,12 +54,12 @@ from stiefel_opt.numerics import (
     add_product,
     add_product_,
     add_to_diagonal_,
+    cross_gram,
     defect,
     finest_dtype,
     gram,
     identity_for,
     inner_product,
-    own_gram,
     product,
     reader_for,
     roots,
@@ -173,7 +173,7 @@ def spectral_gap(
     work = parts.skew.dtype
     tall = direction.to(work)
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
-    packed = torch.cat([own_gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
+    packed = torch.cat([gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
     packed = sums.add(packed)
     length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
     finite = (parts.square + parts.skew).isfinite().all(dim=-1, keepdim=True)
@@ -239,10 +239,10 @@ def muon(
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
     reader = reader or reader_for(X)
-    if type(reader) is Fixed:  # D grows with what an unseen write to X has left
+    reads, is_blind = reader.is_exact, type(reader) is Fixed
+    if is_blind:  # D grows with what an unseen write to X has left
         (own,) = sums((X, X))
         X = add_product(X, X, _correction_of(own))
-    reads = reader.is_exact
     solved = _solve(X, M, accuracy, sums, reads)
     new = {} if B is None else {AMBIENT: torch.where(solved.finite, buffer, B)}
     step, limit = _step_of(lr, solved.length)
@@ -253,7 +253,14 @@ def muon(
     difference = roots(length.squares, limit, reads=reads).difference
     if solved.along is None:
         return _turned(X, solved, step, difference, limit), new, length
-    return _moved(X, solved, solved.along, step, difference, sums, reader), new, length
+    dtype = _tall_dtype(X, solved, reads)
+    new_X = _moved(X, solved, solved.along, step, difference, dtype)
+    # behind a step that reads nothing rounding is removed anyway, what there is of it in float32
+    unread = X.real.dtype == torch.float64 or not is_blind
+    if _is_rough(X, solved, step) if reads else unread:
+        (own,) = sums((new_X, new_X))
+        new_X = add_product(new_X, new_X, _correction_of(own))
+    return new_X, new, length
 
 
 def _moved(
@@ -262,11 +269,9 @@ def _moved(
     along: Tensor,
     step: Scalar,
     difference: Tensor,
-    sums: Sums,
-    reader: Reader,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return (X c - eta (X w + M a)) (I + difference) of a tall matrix X."""
-    dtype = _tall_dtype(X, solved, reader.is_exact)
     # less X: what is added to it is small
     moved = solved.correction - solved.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
@@ -276,14 +281,7 @@ def _moved(
     along = along.baddbmm(along, difference)
     tall = X.to(dtype)
     new_X = add_product(tall, tall, within.to(dtype))
-    new_X = add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
-    is_double = X.real.dtype == torch.float64
-    # behind a step that reads nothing rounding is removed anyway, what there is of it in float32
-    unread = is_double or type(reader) is not Fixed
-    if _is_rough(X, solved, step) if reader.is_exact else unread:
-        (own,) = sums((new_X, new_X))
-        new_X = add_product(new_X, new_X, _correction_of(own))
-    return new_X
+    return add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
 
 
 def _turned(
@@ -345,7 +343,7 @@ def _solve(
         return _solve_square(point, moving, tolerance, 3.0 * smoothing, reads)
     moving, parts = _tangent_parts(point, moving, sums, reads)
     m, single = point.size(-1), torch.promote_types(point.dtype, torch.float32)
-    scale, spread = _scale_of(parts.square + own_gram(parts.skew))
+    scale, spread = _scale_of(parts.square + gram(parts.skew))
     scale = (scale.square() + parts.noise).sqrt()  # M_T may be no more than rounding
     limits = torch.finfo(scale.dtype)
     sound = (scale > (limits.tiny / limits.eps) ** 0.5) & scale.isfinite()
@@ -362,7 +360,7 @@ def _solve(
     inner = skew(polar[:, :m, :m]).to(own.dtype)
     outer = polar[:, m:, :m].to(own.dtype)
     inverse: Tensor = torch.linalg.solve_triangular(upper, outer, upper=True)
-    length = sym(own_gram(inner) + torch.bmm(inverse.mH, torch.bmm(own, inverse)))
+    length = sym(gram(inner) + torch.bmm(inverse.mH, torch.bmm(own, inverse)))
     along = inverse * factor
     # What M is multiplied by must fit into the dtype of M; where M is too small for that, D = 0.
     largest = along.abs().amax(dim=(-2, -1), keepdim=True)
@@ -388,7 +386,7 @@ def _solve_square(
     point: Tensor, moving: Tensor, tolerance: float, smoothing: float, reads: bool
 ) -> _Direction:
     """Find P with D = X P: the polar factor of K."""
-    inner = gram(point, moving)
+    inner = cross_gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
     finite = largest.isfinite()
     sound = (largest > 0) & finite
@@ -415,7 +413,7 @@ def _polar_factor(
     costs is at most the sum of l d (1 - d) <= l (1 - d^2) (0.28 + 0.27 d^2), known from P'P. So l
     starts near what random matrices need, and falls only where a larger part of K is small.
     """
-    square = own_gram(matrix)
+    square = gram(matrix)
     trace = trace_of(square)
     # u^2; singular values of real skew matrices other than 0 come in pairs
     share = 1.0 if matrix.is_complex() else 0.5**0.5
@@ -440,7 +438,7 @@ def _polar_factor(
         regular = add_to_diagonal_(square * pulls[-1], 1.0)
         solved = torch.cholesky_solve(polar, torch.linalg.cholesky_ex(regular).L)  # they commute
         polar = skew(solved).mul_(2.0 * pulls[-1] ** 0.5)
-        square = own_gram(polar)
+        square = gram(polar)
     factors: list[float] = []
     while True:
         lower = _pulled(low, pulls)
@@ -453,7 +451,7 @@ def _polar_factor(
             factors.append(factor)
             if len(factors) % 3 == 0:  # what is not skew grows as small singular values do
                 polar = skew(polar)
-            square = own_gram(polar)
+            square = gram(polar)
         if low <= least:
             break
         lost = (0.28 * m - 0.01 * trace_of(square) - 0.27 * square_norm(square)) * low
@@ -519,7 +517,7 @@ def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums, reads: bool) -> tu
 
 def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
     """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
-    inner, own, point_own = gram(tall, other), own_gram(other), own_gram(tall)
+    inner, own, point_own = cross_gram(tall, other), gram(other), gram(tall)
     if not sums.are_local:
         diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         triangles = own.triu() + point_own.tril(-1)
@@ -531,7 +529,7 @@ def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
         own = triangles.triu() + triangles.triu(1).mH
     correction = _correction_of(point_own)  # exactly: Q may be far smaller than |M|^2
     inner = inner.baddbmm(correction, inner)
-    square = sym(own - own_gram(inner))
+    square = sym(own - gram(inner))
     noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, correction, noise)
 

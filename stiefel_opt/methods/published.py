@@ -66,8 +66,8 @@ from stiefel_opt.functional import (
     Tensors,
     accumulated,
     bias_correction,
+    bias_correction_ratio,
     corrected,
-    gain,
     metric_parameter,
     moments,
     precondition,
@@ -144,7 +144,7 @@ def published_sgd(
     (S,) = sums((X, G))
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     if U is None:
-        return _turn_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
+        return _rotate_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
     direction = Z if printed and not nesterov else direction
     moved = product(U, _coupling(Z, momentum, lr, a, printed=printed)) - G
     new_U = _normal_part(X, moved, sums)
@@ -187,7 +187,7 @@ def published_adam(
     new = moments(state, "skew", skew_force(S, a), betas)
     direction = _divided(new, "skew", step, betas, eps, printed=printed)
     if U is None:
-        return _turn_square(X, direction, new, lr, rotation, sums)
+        return _rotate_square(X, direction, new, lr, rotation, sums)
     minus_g = _normal_part(X, G, sums).neg_()
     new |= moments(state, "normal", minus_g, betas)
     moved = product(U, _coupling(Z, beta1, lr, a, printed=printed)).add_(minus_g, alpha=1 - beta1)
@@ -233,7 +233,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
     return corrected(product(tall, small.to(tall.dtype)), {}, sums)[0]
 
 
-def _turn_square(
+def _rotate_square(
     X: Tensor, direction: Tensor, new: Tensors, lr: Scalar, rotation: str, sums: Sums
 ) -> Move:
     """phi_1 along ``direction``, made orthonormal."""
@@ -310,7 +310,7 @@ def _divided(
         value = precondition(state, part, 1.0, betas, eps) * root
     else:
         value = precondition(state, part, root, betas, eps)
-        value = value * gain(root, betas[0], step, second.dtype)
+        value = value * bias_correction_ratio(root, betas[0], step, second.dtype)
     return value + second * 0.0
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from stiefel_opt.errors import check_choice, check_options, fail
 from stiefel_opt.numerics import random_point, widened, working_dtype
 from stiefel_opt.parametrizations import CWY, MAPS, cwy_factors, draw_rotation, orthogonal
-from stiefel_opt.tags import PROJECTS, Stiefel, constrain, project_, readings
+from stiefel_opt.tags import PROJECTS, Stiefel, apply_readings, constrain, project_, readings
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
@@ -25,11 +25,13 @@ def check_transition(transition: str | None) -> None:
 
 
 @torch.no_grad()
-def draw_uniform(weight: Tensor, generator: torch.Generator | None) -> None:
-    """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
+def draw_uniform(
+    weight: Tensor, generator: torch.Generator | None, *, as_rows: bool = True
+) -> None:
+    """Fill ``weight``, read as rows or as matrices, with uniformly distributed orthonormal ones."""
     device = weight.device if generator is None else generator.device
     dtype = working_dtype(weight.dtype)
-    shape = len(weight), weight[0].numel()
+    shape = (len(weight), weight[0].numel()) if as_rows else weight.shape
     point = random_point(*shape, generator=generator, dtype=dtype, device=device)
     weight.copy_(point.view(weight.shape))
 
@@ -99,7 +101,7 @@ def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa:
             copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             setattr(module.get_submodule(path), leaf, copied)
         if reading.learn_scale:  # a loaded scale is kept
-            constrain(module, name, **reading.as_dict(), project=False)
+            apply_readings(module, {name: reading}, project=False)
             project_(module.get_parameter(name))
         else:
-            constrain(module, name, **reading.as_dict())
+            apply_readings(module, {name: reading})

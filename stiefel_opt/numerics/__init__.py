@@ -3,6 +3,7 @@
 from stiefel_opt.numerics.device import NO_HINT as NO_HINT
 from stiefel_opt.numerics.device import Fixed as Fixed
 from stiefel_opt.numerics.device import Hint as Hint
+from stiefel_opt.numerics.device import Numbers as Numbers
 from stiefel_opt.numerics.device import Reader as Reader
 from stiefel_opt.numerics.device import exact_products as exact_products
 from stiefel_opt.numerics.device import finest_dtype as finest_dtype
@@ -16,9 +17,9 @@ from stiefel_opt.numerics.device import reader_for as reader_for
 from stiefel_opt.numerics.device import untraced as untraced
 from stiefel_opt.numerics.device import widened as widened
 from stiefel_opt.numerics.device import working_dtype as working_dtype
+from stiefel_opt.numerics.distributed import gathered as gathered
 from stiefel_opt.numerics.distributed import is_sharded as is_sharded
 from stiefel_opt.numerics.distributed import local_part as local_part
-from stiefel_opt.numerics.distributed import whole as whole
 from stiefel_opt.numerics.geodesics import logarithm as logarithm
 from stiefel_opt.numerics.geodesics import principal_logarithm as principal_logarithm
 from stiefel_opt.numerics.geometry import RETRACTIONS as RETRACTIONS
@@ -26,14 +27,15 @@ from stiefel_opt.numerics.geometry import gram_error as gram_error
 from stiefel_opt.numerics.geometry import newton_schulz as newton_schulz
 from stiefel_opt.numerics.geometry import orientation as orientation
 from stiefel_opt.numerics.geometry import orthonormality_tolerance as orthonormality_tolerance
+from stiefel_opt.numerics.geometry import polar as polar
 from stiefel_opt.numerics.geometry import polar_factor as polar_factor
 from stiefel_opt.numerics.geometry import positive_qr as positive_qr
-from stiefel_opt.numerics.geometry import project_tangent as project_tangent
 from stiefel_opt.numerics.geometry import random_point as random_point
-from stiefel_opt.numerics.geometry import retract as retract
+from stiefel_opt.numerics.geometry import retraction as retraction
 from stiefel_opt.numerics.geometry import riemannian_gradient as riemannian_gradient
 from stiefel_opt.numerics.geometry import solve_lyapunov as solve_lyapunov
 from stiefel_opt.numerics.geometry import square_gram_error as square_gram_error
+from stiefel_opt.numerics.geometry import tangent_part as tangent_part
 from stiefel_opt.numerics.linalg import BLOCKED as BLOCKED
 from stiefel_opt.numerics.linalg import LOCAL_SUMS as LOCAL_SUMS
 from stiefel_opt.numerics.linalg import Sums as Sums
@@ -42,6 +44,7 @@ from stiefel_opt.numerics.linalg import add_product_ as add_product_
 from stiefel_opt.numerics.linalg import add_to_diagonal_ as add_to_diagonal_
 from stiefel_opt.numerics.linalg import are_finite as are_finite
 from stiefel_opt.numerics.linalg import cayley as cayley
+from stiefel_opt.numerics.linalg import cross_gram as cross_gram
 from stiefel_opt.numerics.linalg import defect as defect
 from stiefel_opt.numerics.linalg import exponential as exponential
 from stiefel_opt.numerics.linalg import gram as gram
@@ -49,7 +52,6 @@ from stiefel_opt.numerics.linalg import identity_for as identity_for
 from stiefel_opt.numerics.linalg import infinity_norm as infinity_norm
 from stiefel_opt.numerics.linalg import inner_product as inner_product
 from stiefel_opt.numerics.linalg import largest_bound as largest_bound
-from stiefel_opt.numerics.linalg import own_gram as own_gram
 from stiefel_opt.numerics.linalg import plus_identity as plus_identity
 from stiefel_opt.numerics.linalg import product as product
 from stiefel_opt.numerics.linalg import skew as skew

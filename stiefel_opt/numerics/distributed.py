@@ -31,7 +31,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """Return a DTensor gathered (every process must call); any other tensor as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -73,6 +73,6 @@ class RowSums:
         counts[self._place] = point.size(-2)
         ends = [round(end) for end in self(counts).cumsum(0).tolist()]
         rows = slice(ends[self._place] - point.size(-2), ends[self._place])
-        whole = point.new_zeros(*point.shape[:-2], ends[-1], point.size(-1))
-        whole[..., rows, :] = point
-        return function(self(whole))[..., rows, :]
+        all_rows = point.new_zeros(*point.shape[:-2], ends[-1], point.size(-1))
+        all_rows[..., rows, :] = point
+        return function(self(all_rows))[..., rows, :]

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import counted, fail, users_level
 from stiefel_opt.numerics.device import exact_products, finest_dtype, values_of
-from stiefel_opt.numerics.geometry import newton_schulz, orientation, polar_factor, project_tangent
+from stiefel_opt.numerics.geometry import newton_schulz, orientation, polar_factor, tangent_part
 from stiefel_opt.numerics.linalg import exponential, skew
 
 #: beta of each metric.
@@ -37,12 +37,7 @@ _MOST: Final = 200  # evaluations of a fixed point
 _DEPTH: Final = 10  # of its memory
 _DEEP: Final = 40  # where the map turns more than it contracts
 _TRIES: Final = 5  # starts at random, where the first one has led nowhere
-_PATH: Final = (
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-)  # beta on the way from the canonical metric to the Euclidean one
+_PATH: Final = (0.6, 0.7, 0.8, 0.9)  # beta on the way from the canonical metric to the Euclidean
 _FOUND: Final = 1e-6  # a larger residual is no solution
 _SMALL: Final = 1e-2  # square of an angle below which a series is exact to rounding
 
@@ -355,10 +350,10 @@ class _Lift(torch.autograd.Function):
         point, other, tangent = ctx.saved_tensors
         fine = finest_dtype(point)
         start, velocity, grad = (each.detach().to(fine) for each in (point, tangent, grads[0]))
-        wanted = project_tangent(start, grad)
+        wanted = tangent_part(start, grad)
         with torch.enable_grad():
             leaves = start.requires_grad_(), velocity.requires_grad_()
-            end = shoot(start, project_tangent(start, velocity), ctx.beta)
+            end = shoot(start, tangent_part(start, velocity), ctx.beta)
 
         def back(weight: Tensor) -> tuple[Tensor, Tensor]:
             return torch.autograd.grad(end, leaves, weight, retain_graph=True)  # type: ignore[return-value]
@@ -366,11 +361,11 @@ class _Lift(torch.autograd.Function):
         def residual(flat: Tensor) -> tuple[Tensor, Tensor]:
             missing = wanted - back(flat.view_as(end))[1]
             error = torch.linalg.vector_norm(missing, dim=(-2, -1)).reshape(-1)
-            moved = project_tangent(end.detach(), ctx.there.carried(missing))
+            moved = tangent_part(end.detach(), ctx.there.carried(missing))
             return moved.reshape(flat.shape), error
 
         size = torch.linalg.vector_norm(wanted, dim=(-2, -1)).reshape(-1)
-        first = project_tangent(end.detach(), ctx.there.carried(wanted))
+        first = tangent_part(end.detach(), ctx.there.carried(wanted))
         goal = 8 * torch.finfo(fine).eps * size
         flat = first.reshape(-1, end.size(-2) * end.size(-1))
         weight = _accelerated(residual, flat, goal, _DEEP)[0].view_as(end)
@@ -421,14 +416,14 @@ class _Barycentre(torch.autograd.Function):
             leaves = mean.detach().requires_grad_(), points.detach().requires_grad_()
             projected = newton_schulz(leaves[0])
             total = _tangent_sum(projected, leaves[1], shares, ctx.beta)
-        grad = project_tangent(mean, grads[0])
+        grad = tangent_part(mean, grads[0])
 
         def back(flat: Tensor) -> tuple[Tensor, Tensor]:
             weight = flat.view_as(mean)
             return torch.autograd.grad(total, leaves, weight, retain_graph=True)  # type: ignore[return-value]
 
         def residual(flat: Tensor) -> tuple[Tensor, Tensor]:
-            missing = project_tangent(mean, grad + back(flat)[0])
+            missing = tangent_part(mean, grad + back(flat)[0])
             error = torch.linalg.vector_norm(missing, dim=(-2, -1)).reshape(-1)
             return missing.reshape(flat.shape), error
 

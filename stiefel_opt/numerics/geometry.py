@@ -15,8 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import HALF, fail
-from stiefel_opt.numerics.device import full_precision, no_autocast
-from stiefel_opt.numerics.device import widened as widened
+from stiefel_opt.numerics.device import full_precision, no_autocast, widened
 from stiefel_opt.numerics.linalg import add_to_diagonal_, skew, solution, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
@@ -85,7 +84,7 @@ def identity_error(matrix: Tensor) -> Tensor:
     return error
 
 
-def project_tangent(point: Tensor, vector: Tensor) -> Tensor:
+def tangent_part(point: Tensor, vector: Tensor) -> Tensor:
     """Return the tangent vector at X = ``point`` nearest to D = ``vector``, D - X sym(X'D)."""
     with no_autocast(point):
         return vector - point @ sym(point.mH @ vector)
@@ -196,15 +195,15 @@ def random_point(
 
 
 @full_precision
-def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
+def retraction(point: Tensor, tangent: Tensor, name: str) -> Tensor:
     r"""Return :math:`R_X(\xi)` for "polar", "qr" or "cayley": of tall matrices, one factorisation.
 
     The Cayley map in its reduced form, K^(-1) (2I - K) with K = I - T/2 + V'V/4 and xi = XT + V.
     """
     moved = point + tangent
-    if retraction == "polar":
+    if name == "polar":
         return polar(moved)[0]
-    if retraction == "qr":
+    if name == "qr":
         return positive_qr(moved)
     turn = skew(point.mH @ tangent)
     half = (tangent - point @ turn) / 2

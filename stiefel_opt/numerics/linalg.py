@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stiefel_opt.numerics.device import (
     finest_dtype,
+    for_device,
     has_no_owner,
     is_compiling,
     is_cpu,
@@ -62,7 +63,7 @@ def square_norm(matrix: Tensor) -> Tensor:
 
 def frobenius_norm(matrix: Tensor) -> Tensor:
     """Return |A|_F, ``(..., 1, 1)``, to rounding: float32 adds long sums one by one on a CPU."""
-    if is_cpu(matrix) and matrix.shape[-2:].numel() > _LONG:
+    if matrix.shape[-2:].numel() > for_device(matrix, _LONG, math.inf):
         inner = -1 if matrix.stride(-1) == 1 else -2
         matrix = torch.linalg.vector_norm(matrix, dim=inner, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
@@ -91,7 +92,7 @@ def are_finite(matrices: Tensor) -> Tensor:
     return matrices.isfinite().all(dim=-1).all(dim=-1)
 
 
-def gram(left: Tensor, right: Tensor) -> Tensor:
+def cross_gram(left: Tensor, right: Tensor) -> Tensor:
     """Return left' right, small, for two tall batches ``(k, n, m)``."""
     rows = right.size(-2)
     if right.size(-1) > _FEW_COLUMNS or rows <= _ROWS_AT_A_TIME:
@@ -102,21 +103,21 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
     return total.baddbmm_(left[:, most:].mH, right[:, most:])
 
 
-def own_gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+def gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor:
     """Return alpha A'A for a tall batch ``(k, n, m)``, in the memory ``into`` if there is some."""
     if is_halved(tall):
         return symmetric_product(tall.mH, tall, into, alpha=alpha)
     if into is None:
-        return gram(tall, tall) if alpha == 1 else gram(tall, tall).mul_(alpha)
+        return cross_gram(tall, tall) if alpha == 1 else cross_gram(tall, tall).mul_(alpha)
     if tall.size(-1) <= _FEW_COLUMNS and tall.size(-2) > _ROWS_AT_A_TIME:
-        return torch.mul(gram(tall, tall), alpha, out=into)
+        return torch.mul(cross_gram(tall, tall), alpha, out=into)
     return into.baddbmm_(tall.mH, tall, beta=0.0, alpha=alpha)
 
 
 def is_halved(columns: Tensor) -> bool:
     """Say whether only half of a symmetric product of this many columns is worth computing."""
     size = columns.size(-1)
-    return size >= BLOCKED and (size >= _BLOCKED_ELSEWHERE or is_cpu(columns))
+    return size >= BLOCKED and size >= for_device(columns, BLOCKED, _BLOCKED_ELSEWHERE)
 
 
 class Sums:
@@ -145,9 +146,11 @@ class Sums:
         With ``into`` the first pair is a tall matrix twice, and alpha A'A is put there.
         """
         rest = pairs if into is None or self.row_sum is not None else pairs[1:]
-        products = [own_gram(left) if left is right else gram(left, right) for left, right in rest]
+        products = [
+            gram(left) if left is right else cross_gram(left, right) for left, right in rest
+        ]
         if self.row_sum is None or not products:
-            return products if into is None else [own_gram(pairs[0][0], into, alpha), *products]
+            return products if into is None else [gram(pairs[0][0], into, alpha), *products]
         packed = self.row_sum(torch.cat(products, dim=-1))
         products = list(torch.split(packed, products[0].size(-1), dim=-1))
         if into is not None:
@@ -319,7 +322,7 @@ def infinity_norm(matrix: Tensor) -> Tensor:
 
     Symmetric and skew matrices only: their columns say the same.
     """
-    if matrix.size(-1) > _LARGE or not is_cpu(matrix):  # one call less; slow for short rows
+    if matrix.size(-1) > for_device(matrix, _LARGE, 0):  # one call less; slow for short rows
         rows: Tensor = torch.linalg.vector_norm(matrix, ord=1, dim=-1, keepdim=True)
         return rows.amax(dim=-2, keepdim=True)
     return matrix.abs().sum(dim=-2, keepdim=True).amax(dim=-1, keepdim=True)
@@ -369,7 +372,7 @@ def largest_stretch(matrix: Tensor) -> Tensor:
     numbers, where calls cost more than arithmetic, a bound, at most m^(1/4) times the value.
     """
     if matrix.numel() <= FEW:
-        norm: Tensor = torch.linalg.vector_norm(own_gram(matrix), dim=(-2, -1), keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(gram(matrix), dim=(-2, -1), keepdim=True)
         return norm.sqrt()
     size: Tensor = torch.linalg.vector_norm(matrix, ord=math.inf, dim=(-2, -1), keepdim=True)
     matrix = matrix / size.clamp(min=1e-30)  # powers must not overflow
@@ -421,7 +424,7 @@ def identity_for(matrix: Tensor) -> Tensor:
 
 def _is_large(matrix: Tensor) -> bool:
     size = matrix.size(-1)
-    return size > MEDIUM and (size > _KEPT_ELSEWHERE or is_cpu(matrix))
+    return size > MEDIUM and size > for_device(matrix, MEDIUM, _KEPT_ELSEWHERE)
 
 
 def _identity(matrix: Tensor) -> Tensor:

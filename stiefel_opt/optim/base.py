@@ -352,7 +352,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
                 layouts[key] = shards_of(parameter, manifold)
             called = partial(checks.name_of, parameter, self.param_groups)
             if (shards := layouts[key]) is not None:
-                checks.check_sharing(shards, parameter, self, called)
+                checks.check_sharing(shards, parameter, self, index.declared, called)
             states, records = self.state, self.records
             if records.drop_unfit(states, parameter, manifold, index.declared):
                 restarted.append(parameter)

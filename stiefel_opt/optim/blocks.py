@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.numerics.device import address_for, has_values, is_cpu
+from stiefel_opt.numerics.device import address_for, has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed, Sums
 from stiefel_opt.optim.sharding import Shards
@@ -81,7 +81,7 @@ class Weight:
         if self.shards is None or not isinstance(tensor, Tensor) or tensor.ndim == 0:
             return tensor
         model = self.manifold.plain_parts(torch.empty(self.shape, device="meta"))[index]
-        return self.shards.whole(tensor, model.contiguous(), self.shards.working)
+        return self.shards.as_dtensor(tensor, model.contiguous(), self.shards.working)
 
     def moving(self) -> Tensor:
         """Return the tensor that moves: the parameter, our shard of it, or its master."""
@@ -165,7 +165,7 @@ class Stack:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
         wide = self.blocks[0].wide
         state = {
-            name: as_batch(tensor.mT if wide and not self.declared[name].is_small else tensor)[rows]
+            name: as_batch(tensor.mT if wide and self.declared[name].is_tall else tensor)[rows]
             for name, tensor in self._whole.items()
         }
         count = len(self.blocks) * self.each
@@ -195,7 +195,7 @@ class Stack:
         shown = [block.weight.state[key] for block, key in zip(self.blocks, keys, strict=True)]
         tensors = [local_part(tensor).detach() for tensor in shown]
         first, shape = self.blocks[0], tensors[0].shape
-        if not kind.is_small:  # laid out in the order of the matrices
+        if kind.is_tall:  # laid out in the order of the matrices
             matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
             tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
 
@@ -203,7 +203,7 @@ class Stack:
             for block, key, earlier, view in zip(
                 self.blocks, keys, shown, views_of(whole), strict=True
             ):
-                if not kind.is_small:
+                if kind.is_tall:
                     view = block.stored(view.mT if first.wide else view, shape)
                 if block.weight.shards is not None:
                     view = block.weight.shards.like(view, earlier)
@@ -299,6 +299,7 @@ def move_rows(
     all_grads: Sequence[Tensor | None],
     values: Sequence[Tensor],
     verdicts: Tensor | None,
+    reads: bool,
     move: Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None],
 ) -> None:
     """Move the plain rows of parameters that are constrained in part, by the plain rule.
@@ -312,7 +313,7 @@ def move_rows(
         grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
         split, value = weight.local_manifold.plain_parts, values[weight.place]
         parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-        if not is_cpu(value):  # a kernel takes one verdict for all that it moves
+        if not reads:  # a kernel takes one verdict for all that it moves
             found_inf = grad.new_zeros((), dtype=torch.float32)
             if verdicts is not None:
                 found_inf = (~verdicts[weight.place]).float()

@@ -144,7 +144,7 @@ class Capture:
             weights._judge(options.nonfinite)
             values = [weight.moving() for weight in weights.weights]
             own = [pair for pair in weights.rows if pair[0].place not in weights._staying]
-            move_rows(own, weights._grads, values, weights._ok, options.move_rows)
+            move_rows(own, weights._grads, values, weights._ok, weights.reads, options.move_rows)
         number = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
             found.replay()

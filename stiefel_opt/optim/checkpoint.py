@@ -211,8 +211,10 @@ def check_states(
                 elif name == START:
                     check_range(f"{name} of {called}", value, 0.0, open_low=True)
                 elif name in expected:
-                    is_ours, (kind, shape) = manifold is not None, expected[name]
-                    _check_value(f"{name} of {called}", value, shape, kind, parameter, is_ours)
+                    is_ours, (declaration, shape) = manifold is not None, expected[name]
+                    _check_value(
+                        f"{name} of {called}", value, shape, declaration, parameter, is_ours
+                    )
 
 
 _AS_SAVED: Final = "load what optimizer.state_dict() returned"
@@ -261,7 +263,7 @@ def _check_value(
     called: str,
     value: Any,
     shape: torch.Size,
-    kind: State | None,
+    declaration: State | None,
     parameter: Tensor,
     is_ours: bool,
 ) -> None:
@@ -288,11 +290,11 @@ def _check_value(
     own, remedy = local_part(value), "load an earlier checkpoint, or the weights only"
     if not bool(torch.isfinite(own).all()):
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
-    if kind is None or kind.least == -math.inf or not own.numel():
+    if declaration is None or declaration.least == -math.inf or not own.numel():
         return
     least = float((torch.view_as_real(own.resolve_conj()) if own.is_complex() else own).min())
-    if least < kind.least:
-        raise ValueError(fail(called, f"have no entry below {kind.least:g}", least, remedy))
+    if least < declaration.least:
+        raise ValueError(fail(called, f"have no entry below {declaration.least:g}", least, remedy))
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:

@@ -28,6 +28,7 @@ from stiefel_opt.numerics.device import has_values, overlap, readable, span_of
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.commit import LARGEST_SAFE
 from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.tags.foreign import known_modules
 from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
@@ -404,10 +405,19 @@ def check_shapes(
 
 
 def check_sharing(
-    shards: Shards, parameter: Tensor, optimizer: Any, called: Callable[[], str]
+    shards: Shards,
+    parameter: Tensor,
+    optimizer: Any,
+    declared: Sequence[State],
+    called: Callable[[], str],
 ) -> None:
     """Raise for rows on several processes, with rules that do not say they work so."""
     rule, given = optimizer.rule, f"placements {shards.stored}"
+    across = [kind.name for kind in declared if kind.shape == "nn"]
+    if shards.row_sum is not None and across:
+        wanted = f"not have its rows on several processes for {rule}, whose state {across} is n x n"
+        remedy = "shard its batch or head dimension, or replicate it"
+        raise ValueError(fail(called(), wanted, given, remedy))
     if shards.row_sum is not None and not optimizer.sums_over_rows:
         wanted = f"not have its rows on several processes for {rule}, which does not sum over them"
         remedy = "shard its batch or head dimension, or replicate it; a rule that forms every sum "

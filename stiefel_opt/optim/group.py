@@ -454,7 +454,7 @@ class WeightGroup:
                     turning += [self.parameters[place] for place in far]
             if self.rows and self.is_due is None:
                 own = [pair for pair in self.rows if pair[0].place not in self._staying]
-                move_rows(own, self._grads, values, self._ok, options.move_rows)
+                move_rows(own, self._grads, values, self._ok, self.reads, options.move_rows)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
         finally:

@@ -61,18 +61,16 @@ def check_move(rule: Any, X: Tensor, declared: Mapping[str, State], move: Any) -
     if not isinstance(move, tuple) or len(move) != 3:
         wanted = "return the point, a dict of new state and the length of the step"
         raise TypeError(fail(_called(rule), wanted, type(move).__name__))
-    (new_X, new, length), (count, _, m) = move, X.shape
-    number = torch.Size((count, 1, 1))
-    shapes = {"nm": X.shape, "mm": torch.Size((count, m, m)), "1": number}
-    shapes["4"] = torch.Size((count, 1, 4))
+    (new_X, new, length), (count, n, m) = move, X.shape
     pairs: list[tuple[str, Any, tuple[torch.Size, ...]]] = [("point", new_X, (X.shape,))]
     if not isinstance(new, dict) or not new.keys() <= declared.keys():
         given = sorted(new) if isinstance(new, dict) else type(new).__name__
         wanted = f"be a dict with names of {sorted(declared)}"
         raise ValueError(fail(f"new state of {_called(rule)}", wanted, given, "declare the rest"))
-    pairs += [(name, tensor, (shapes[declared[name].shape],)) for name, tensor in new.items()]
+    for name, tensor in new.items():
+        pairs.append((name, tensor, (declared[name].shape_for(count, n=n, m=m),)))
     if not isinstance(length, (Length, numbers.Real)):
-        pairs.append(("length", length, (number, torch.Size())))
+        pairs.append(("length", length, (torch.Size((count, 1, 1)), torch.Size())))
     for name, tensor, allowed in pairs:
         if not isinstance(tensor, Tensor) or tensor.shape not in allowed:
             wanted = f"be a tensor of shape {tuple(allowed[0])}"

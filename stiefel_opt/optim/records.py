@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.numerics.device import has_values, numbers_on
-from stiefel_opt.numerics.distributed import whole
+from stiefel_opt.numerics.distributed import gathered
 from stiefel_opt.optim.commit import Moved
 from stiefel_opt.optim.state import State, StateDict, restart
 from stiefel_opt.tags.manifold import Stiefel
@@ -94,7 +94,7 @@ def largest_of(states: Mapping[Tensor, StateDict], name: str) -> dict[Tensor, fl
     """Return the largest number in the state of this name, over matrices and ranges."""
     largest: dict[Tensor, float] = {}
     for parameter, state in states.items():
-        values = [whole(t) for key, t in state.items() if key.partition(".")[0] == name]
+        values = [gathered(t) for key, t in state.items() if key.partition(".")[0] == name]
         if values:
             largest[parameter] = max(float(value.max()) for value in values)
     return largest

@@ -29,8 +29,9 @@ StateDict = dict[str, Any]
 MASTER: Final = "master"
 START: Final = "scale_start"  # to which a learned scale is pulled back, a number
 ROWS: Final = "rows."
-_SHAPES: Final = ("nm", "mm", "1", "4")
-_SHAPE_OF: Final = {"skew": ("mm",), "symmetric": ("mm",), "normal": ("nm",)}
+_SHAPES: Final = ("nm", "mm", "nn", "1", "4")
+_SQUARE: Final = ("mm", "nn")
+_SHAPE_OF: Final = {"skew": _SQUARE, "symmetric": _SQUARE, "normal": ("nm",)}
 MOMENTS_OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -40,8 +41,9 @@ class State:
 
     Args:
         name: Its key in ``optimizer.state[parameter]``; not one of torch's own.
-        shape: "nm", like the tall matrix; "mm"; "1", one number, or "4", a row of four.
-        start: Its first value: a number, or "I" for the identity of "mm".
+        shape: "nm", like the tall matrix; "mm"; "nn", which weights refuse whose rows are on
+            several processes; "1", one number, or "4", a row of four.
+        start: Its first value: a number, or "I" for the identity of "mm" or "nn".
         dtype: None, that of the point, or "real".
         symmetry: What holds for it: "skew", "symmetric", "normal", or None. A loaded tensor is
             replaced by its skew or symmetric part. "normal" is X'U = 0, normal to the span of X: a
@@ -54,7 +56,7 @@ class State:
 
     Raises:
         ValueError: for other shapes, symmetries and dtypes, and for those that do not go together:
-            "I", skew and symmetric need "mm", normal needs "nm"; for names that torch has.
+            "I", skew and symmetric need "mm" or "nn", normal needs "nm"; for names that torch has.
     """
 
     name: str
@@ -76,7 +78,7 @@ class State:
             check_choice("dtype", self.dtype, ("real",))
         if isinstance(self.start, str):
             check_choice("start", self.start, ("I",))
-            check_choice("shape of state that starts as I", self.shape, ("mm",))
+            check_choice("shape of state that starts as I", self.shape, _SQUARE)
         if self.name in (*MOMENTS_OF_TORCH, "step", MASTER, START) or "." in self.name:
             remedy = "choose another: torch or this package has it"
             raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
@@ -84,18 +86,23 @@ class State:
             object.__setattr__(self, "tall_only", True)
 
     @property
-    def is_small(self) -> bool:
-        """Whether its size does not grow with n."""
-        return self.shape != "nm"
+    def is_tall(self) -> bool:
+        """Whether it is shaped, and stored, like the tall matrix."""
+        return self.shape == "nm"
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is one, and not some numbers."""
-        return self.shape in ("nm", "mm")
+        return self.shape in ("nm", *_SQUARE)
 
     def exists_for(self, n: int, m: int, learns_scale: bool = False) -> bool:
         """Say whether matrices of n x m have it."""
         return (n > m or not self.tall_only) and (learns_scale or not self.of_scale)
+
+    def shape_for(self, *lead: int, n: int, m: int) -> torch.Size:
+        """Return its shape for tall matrices ``(*lead, n, m)``."""
+        sizes = {"nm": (n, m), "mm": (m, m), "nn": (n, n), "1": (1, 1), "4": (1, 4)}
+        return torch.Size((*lead, *sizes[self.shape]))
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return its dtype for a parameter of ``dtype``."""
@@ -103,7 +110,7 @@ class State:
         return working.to_real() if self.dtype == "real" else working
 
     def fill_(self, tensor: Tensor) -> Tensor:
-        """Write the first value into a batch ``(..., n, m)`` or ``(..., m, m)``."""
+        """Write the first value into a batch of it."""
         if self.start == "I":
             tensor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
             return tensor
@@ -126,11 +133,11 @@ class State:
 
 def declared_once(declared: Sequence[State]) -> dict[str, State]:
     """Return declarations by name; raise if two have the same one."""
-    known = {kind.name: kind for kind in declared}
-    if len(known) < len(declared):
-        names = sorted(kind.name for kind in declared)
+    declarations = {declaration.name: declaration for declaration in declared}
+    if len(declarations) < len(declared):
+        names = sorted(declaration.name for declaration in declared)
         raise ValueError(fail("state_for", "return each name once", names))
-    return known
+    return declarations
 
 
 def key_of(name: str, index: int) -> str:
@@ -140,8 +147,8 @@ def key_of(name: str, index: int) -> str:
 
 def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> bool:
     """Drop state that is declared otherwise than before under the same name; say if there was."""
-    known = {kind.name: kind for kind in earlier}
-    changed = {kind.name for kind in declared if known.get(kind.name, kind) != kind}
+    before = {each.name: each for each in earlier}
+    changed = {each.name for each in declared if before.get(each.name, each) != each}
     dropped = [key for key in state if key.partition(".")[0] in changed]
     for key in dropped:
         del state[key]
@@ -159,14 +166,14 @@ def complete_state(
     parameter: Tensor,
     manifold: Stiefel,
     called: Callable[[], str],
-    known: Container[str],
+    names: Container[str],
     shards: Shards | None = None,
 ) -> StateDict:
     """Make in ``state`` what is missing, and drop what the rule does not keep; raise for a shape.
 
-    A name is dropped if it is ``known``: the rule keeps it by other options. What a user has put
-    there stays. The state of a plain parameter starts anew. ``called`` returns the name of the
-    parameter for a message.
+    One of ``names`` is dropped: the rule keeps it by other options. What a user has put there
+    stays. The state of a plain parameter starts anew. ``called`` returns the name of the parameter
+    for a message.
     """
     expected = expected_state(declared, parameter, manifold)
     if any(name in state for name in MOMENTS_OF_TORCH):  # of a plain parameter until now
@@ -175,20 +182,24 @@ def complete_state(
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     if parameter.dtype in HALF and MASTER not in state:
         state[MASTER] = parameter.detach().to(torch.float32)
-    for key, (kind, shape) in expected.items():
-        dtype = working_dtype(parameter.dtype) if kind is None else kind.dtype_for(parameter.dtype)
-        if key not in state and kind is not None:
-            state[key] = _started(kind, shape, dtype, parameter, shards)
+    for key, (declaration, shape) in expected.items():
+        dtype = (
+            working_dtype(parameter.dtype)
+            if declaration is None
+            else declaration.dtype_for(parameter.dtype)
+        )
+        if key not in state and declaration is not None:
+            state[key] = _started(declaration, shape, dtype, parameter, shards)
         elif state[key].shape != shape:
             remedy = "load the state of a parameter of the same shape and reading"
             wanted, given = f"have shape {tuple(shape)}", f"shape {tuple(state[key].shape)}"
             raise ValueError(fail(f"{key} of {called()}", wanted, given, remedy))
         if state[key].dtype != dtype:  # the model is in another precision now
             state[key] = state[key].to(dtype)
-        if shards is not None and (layout := _placements(kind, shards)) is not None:
+        if shards is not None and (layout := _placements(declaration, shards)) is not None:
             state[key] = shards.placed(state[key], layout)
     for key in sorted(state.keys() - expected.keys()):
-        if is_declared(key, known) and not key.startswith(ROWS):
+        if is_declared(key, names) and not key.startswith(ROWS):
             del state[key]
     return state
 
@@ -204,32 +215,37 @@ def expected_state(
     model = torch.empty(parameter.shape, device="meta")
     for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
-        small = {"mm": (m, m), "1": (1, 1), "4": (1, 4)}
-        shapes = {"nm": part.shape, **{k: torch.Size((*lead, *size)) for k, size in small.items()}}
-        for kind in declared:
-            if kind.exists_for(n, m, manifold.learn_scale):
-                expected[key_of(kind.name, index)] = kind, shapes[kind.shape]
+        for declaration in declared:
+            if declaration.exists_for(n, m, manifold.learn_scale):
+                shape = (
+                    part.shape if declaration.is_tall else declaration.shape_for(*lead, n=n, m=m)
+                )
+                expected[key_of(declaration.name, index)] = declaration, shape
     if parameter.dtype in HALF:
         expected[MASTER] = None, parameter.shape
     return expected
 
 
 def _started(
-    kind: State, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
+    declaration: State,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    parameter: Tensor,
+    shards: Shards | None,
 ) -> Tensor:
     """Return the first value of a state."""
-    if shards is None or (layout := _placements(kind, shards)) is None:
+    if shards is None or (layout := _placements(declaration, shards)) is None:
         tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
     else:
         tensor = shards.zeros(shape, dtype, layout)
-    if kind.start != 0:
-        kind.fill_(local_part(tensor))
+    if declaration.start != 0:
+        declaration.fill_(local_part(tensor))
     return tensor
 
 
-def _placements(kind: State | None, shards: Shards) -> Any:
+def _placements(declaration: State | None, shards: Shards) -> Any:
     """Return the placements of a state; None for m x m, which every process has whole."""
-    return shards.small if kind is not None and kind.is_small else shards.working
+    return shards.working if declaration is None or declaration.is_tall else shards.small
 
 
 # ---- masters -----------------------------------------------------------------------------------

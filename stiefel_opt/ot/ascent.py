@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt.errors import check_optimizer, fail
-from stiefel_opt.numerics import gram_error, polar_factor, project_tangent
+from stiefel_opt.numerics import gram_error, polar_factor, tangent_part
 from stiefel_opt.optim import StiefelSGD
 from stiefel_opt.ot.clouds import Clouds
 from stiefel_opt.ot.entropic import EntropicTransport
@@ -133,7 +133,7 @@ class Ascent:
         rows, columns = transport.rows[:, None] * x - to_y, clouds.b[:, None] * y - to_x
         self.cost = max(float((x * rows).sum() + (y * columns).sum()), 0.0)
         gradient = 2 * (rows.T @ clouds.x + columns.T @ clouds.y).T
-        self.tangent = project_tangent(self.point.detach(), gradient)
+        self.tangent = tangent_part(self.point.detach(), gradient)
         norm = float(torch.linalg.vector_norm(gradient))
         size = float(torch.linalg.vector_norm(self.tangent))
         self.relative = size / norm if norm > self._least else 0.0

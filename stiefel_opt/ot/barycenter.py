@@ -20,7 +20,7 @@ from stiefel_opt.errors import (
     fail,
     users_level,
 )
-from stiefel_opt.ot.clouds import read_cloud, read_clouds, read_shares, written_like
+from stiefel_opt.ot.clouds import generator_of, read_cloud, read_clouds, read_shares, written_like
 from stiefel_opt.ot.exact import exact_plan
 from stiefel_opt.ot.projection import projection_robust_wasserstein
 
@@ -189,11 +189,6 @@ def _first_points(search: _Search, points: int, init: Any, seed: int | None) -> 
             wanted = f"have {search.clouds[0].size(1)} columns like the clouds"
             raise ValueError(fail("init", wanted, given))
         return given - search.centre
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(check_integer("seed", seed, 0, 2**63 - 1))
     count = check_integer("points", points, 1)
     probability = [
         torch.full((len(cloud),), weight / len(cloud), dtype=torch.float64)
@@ -201,5 +196,5 @@ def _first_points(search: _Search, points: int, init: Any, seed: int | None) -> 
     ]
     drawn = torch.cat(probability)
     again = count > int((drawn > 0).sum())
-    rows = torch.multinomial(drawn, count, replacement=again, generator=generator)
+    rows = torch.multinomial(drawn, count, replacement=again, generator=generator_of(seed))
     return torch.cat(search.clouds)[rows.to(search.centre.device)]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_group, check_range, fail
-from stiefel_opt.numerics import project_tangent, retract
+from stiefel_opt.numerics import retraction, tangent_part
 
 
 class _Ascent(Optimizer):
@@ -65,9 +65,9 @@ class _Ascent(Optimizer):
             for point in group["params"]:
                 if point.grad is None:
                     continue
-                gradient = project_tangent(point, point.grad)
+                gradient = tangent_part(point, point.grad)
                 step = -group["lr"] * self._direction(point, gradient, group)
-                point.copy_(retract(point, step, "qr"))
+                point.copy_(retraction(point, step, "qr"))
         return loss
 
 
@@ -137,4 +137,4 @@ class RAGAS(_Ascent):
             largest = state.setdefault(f"largest_{name}", torch.full_like(now, group["floor"]))
             torch.maximum(largest, mean.lerp_(now, 1 - group["beta"]), out=largest)
             scaled = scaled * largest.pow(-0.25).unsqueeze(dim)
-        return project_tangent(point, scaled) / math.sqrt(float(step))
+        return tangent_part(point, scaled) / math.sqrt(float(step))

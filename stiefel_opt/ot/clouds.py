@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import check_integer, fail
 from stiefel_opt.numerics import gram_error
 
 _WEIGHT_TOLERANCE = 1e-5  # float32 weights of some thousand points sum to one that well
@@ -81,6 +81,15 @@ def written_like(model: Any, values: Tensor) -> Any:
 def read_cloud(name: str, values: Any) -> Tensor:
     """Check and read points, ``(points, dimension)``."""
     return _read_array(name, values, 2)
+
+
+def generator_of(seed: int | None) -> torch.Generator:
+    """Return a generator with this seed; None: with one that the system draws."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+        return generator
+    return generator.manual_seed(check_integer("seed", seed, 0, 2**63 - 1))
 
 
 def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:

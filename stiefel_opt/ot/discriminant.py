@@ -14,7 +14,7 @@ from typing_extensions import override
 from stiefel_opt.errors import check_flag, check_integer, check_range, fail
 from stiefel_opt.methods import minimize
 from stiefel_opt.numerics import random_point
-from stiefel_opt.ot.clouds import read_cloud, read_projection, written_like
+from stiefel_opt.ot.clouds import generator_of, read_cloud, read_projection, written_like
 
 _NOTHING: Final = 1e-300  # added to sums that may underflow: such a point moves no mass
 
@@ -102,11 +102,7 @@ def wasserstein_discriminant(
         points = points - points.mean(0)
         shape = points.size(1), check_integer("k", k, 1, points.size(1))
         classes = _Classes(points, y, reg, sinkhorn_iterations)
-        generator = torch.Generator()
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(check_integer("seed", seed, 0, 2**63 - 1))
+        generator = generator_of(seed)
         draw = partial(random_point, *shape, generator=generator, dtype=torch.float64)
         start = draw() if init is None else read_projection("init", init, *shape)
         found = minimize(

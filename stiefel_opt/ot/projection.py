@@ -22,7 +22,7 @@ from stiefel_opt.errors import (
 )
 from stiefel_opt.numerics import random_point
 from stiefel_opt.ot.ascent import ACCEPTED_ERROR, Ascent, Iteration, OptimizerFactory
-from stiefel_opt.ot.clouds import Clouds, read_clouds, read_projection
+from stiefel_opt.ot.clouds import Clouds, generator_of, read_clouds, read_projection
 from stiefel_opt.ot.entropic import EntropicTransport
 
 # In units of the mean squared distance under the first projection.
@@ -261,13 +261,10 @@ def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
 def _starting_points(
     clouds: Clouds, k: int, restarts: int, init: Any, seed: int | None
 ) -> list[Tensor]:
-    shape, generator = (clouds.dimension, k), torch.Generator()
+    shape = clouds.dimension, k
     given = None if init is None else read_projection("init", init, *shape)
     starts = [_leading_directions(clouds, k) if given is None else given]
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(check_integer("seed", seed, 0, 2**63 - 1))
+    generator = generator_of(seed)
     draw = functools.partial(random_point, *shape, generator=generator, dtype=torch.float64)
     starts += [draw() for _ in range(restarts - 1)]
     return [start.to(clouds.x.device) for start in starts]

@@ -16,11 +16,11 @@ from stiefel_opt.numerics import (
     gram_error,
     has_values,
     orientation,
-    polar_factor,
+    polar,
     working_dtype,
 )
 from stiefel_opt.parametrizations.init import with_determinant
-from stiefel_opt.tags import Stiefel, check_phase
+from stiefel_opt.tags import Stiefel, check_phase, warn_if_not_unique
 
 Free = Tensor | tuple[Tensor, ...]
 
@@ -143,11 +143,14 @@ class Parametrization(nn.Module):
         self.check(matrices.size(-2), matrices.size(-1), weight.dtype)
         wanted, n = self.manifold.determinant, matrices.size(-1)
         check_phase(wanted, weight, "weight")
-        off = gram_error(matrices) > 1e-10
+        error = gram_error(matrices)
+        off = error > 1e-10
         if wanted is not None:
             off |= orientation(matrices) * wanted < 0
         if bool(off.any()):
-            matrices = polar_factor(matrices, wanted)
+            matrices, gap = polar(matrices, wanted)
+            if not self.starts_at_random(n):  # of the other determinant it is told already
+                warn_if_not_unique("weight", gap.masked_fill(error < 1e-3, 1.0), weight.dtype)
         reached = None if wanted is None else self.determinant(n)
         if reached is not None and reached != wanted:
             matrices = _turned(matrices)

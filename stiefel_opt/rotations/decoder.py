@@ -378,7 +378,7 @@ def own_config(model: nn.Module) -> Any:
     return own
 
 
-def whole(name: str, weight: Tensor) -> Tensor:
+def require_values(name: str, weight: Tensor) -> Tensor:
     """Return ``weight`` unless it is sharded."""
     if is_sharded(weight):
         remedy = "change the model before fully_shard"

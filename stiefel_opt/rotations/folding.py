@@ -13,9 +13,9 @@ from stiefel_opt.rotations.decoder import (
     Linear,
     mark,
     read_decoder,
+    require_values,
     rows,
     state_of,
-    whole,
 )
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import install, usable_decoder
@@ -62,9 +62,9 @@ def fold_(model: ModelT, rotations: Rotations, *, verify: Tensor | None = None) 
     check_rotations("rotations", rotations, decoder)
     check_prepared(decoder, rotations)
     for linear in decoder.linears():
-        whole(linear.name, linear.parameter)
+        require_values(linear.name, linear.parameter)
     for name, embedding in decoder.embeddings:
-        whole(name, embedding.weight)
+        require_values(name, embedding.weight)
     with verified(decoder.model, verify, "folded"):
         mark(decoder.model, "half folded")  # an interrupted model cannot be used
         _turn(decoder, rotations)

@@ -15,8 +15,8 @@ from stiefel_opt.rotations.decoder import (
     mark,
     quantization_of,
     read_decoder,
+    require_values,
     state_of,
-    whole,
 )
 from stiefel_opt.rotations.description import NORMS, Description
 from stiefel_opt.rotations.verification import verified
@@ -75,7 +75,7 @@ def prepare_(
                 raise ValueError(
                     fail(f"weight behind {norm.name}", "be plain", "constrained", remedy)
                 )
-            whole(reader.name, reader.parameter)
+            require_values(reader.name, reader.parameter)
     with verified(decoder.model, verify, "prepared"):
         mark(decoder.model, "half prepared")  # an interrupted model cannot be used
         _untie(decoder)
@@ -109,7 +109,7 @@ def _check_norm(norm: Norm, description: Description) -> None:
         wanted = "be an RMSNorm with one weight" if kind == "rms" else "be a LayerNorm"
         raise ValueError(fail(norm.name, wanted, ", ".join(named) or "none"))
     for each in named.values():
-        whole(norm.name, each)
+        require_values(norm.name, each)
     width = norm.readers[0].weight.size(-1)
     like = next(iter(named.values()), norm.readers[0].parameter)
     gain = named["weight"].float() + offset if "weight" in named else torch.ones(width)

@@ -14,16 +14,20 @@ from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_ha
 
 _caches = imported("transformers.cache_utils", "'transformers>=4.56'")
 BITS: Final = (2, 4, 8)  # codes of them fill a byte
-Codes = tuple[Tensor, Tensor, Tensor]  # packed codes, least entry and step of each row
+FITS: Final = 3  # of a grid to its row
+SUM_AND_DIFFERENCE: Final = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
+Codes = tuple[Tensor, Tensor, Tensor]  # packed integers, middle and step of each row's grid
 
 
 class TurnedCache(_caches.Cache):  # type: ignore[misc, name-defined]
     r"""Key and value cache of few bits, rounded in the basis of a Hadamard matrix.
 
-    .. math:: k \approx (l + s\,q)\,H^\top, \qquad q = \mathrm{round}((k H - l) / s)
+    .. math:: k \approx (m + s\,q)\,H^\top D, \qquad q = \mathrm{round}((k D^{-1} H - m) / s)
 
-    for each token and head, q of ``bits`` bits, l and s the least entry of k H and the step of its
-    grid; values alike. H spreads the loud channels that keys have; the model needs no hooks and no
+    for each token and head, q signed integers of ``bits`` bits, m and s the middle and the step of
+    its grid, fitted by least squares; values alike. H spreads the loud channels that keys have. D
+    is the square root of each channel's root mean square over the first tokens that are rounded:
+    the scale for which the sum of the channels' errors is least. The model needs no hooks and no
     folding. A token is rounded once, when ``residual_length`` newer ones have come.
 
     Args:
@@ -39,8 +43,8 @@ class TurnedCache(_caches.Cache):  # type: ignore[misc, name-defined]
             each by name, here or at the first token; for values that are a view of the keys.
         ImportError: without transformers.
     Note: A token takes ``h bits / 8 + 2 b`` bytes for each head of keys or values of size h, b
-        those of a number of the model's dtype. A step turns all rounded tokens back, by a product
-        of h x h for each.
+        those of a number of the model's dtype. A step turns all rounded tokens back, by a sum, a
+        difference and two products of h/2 x h/2 for each.
     Reference: Ashkboos et al., QuaRot (NeurIPS 2024), for Hadamard matrices at caches.
 
     Example:
@@ -84,6 +88,7 @@ class TurnedLayer(_caches.DynamicLayer):  # type: ignore[misc, name-defined]
         super().__init__()
         self.bits, self.residual_length = bits, residual_length
         self.codes: list[Codes | None] = [None, None]  # of keys and of values
+        self.scales: list[Tensor] = []  # of the channels of both, (heads, 1, size)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -93,17 +98,15 @@ class TurnedLayer(_caches.DynamicLayer):  # type: ignore[misc, name-defined]
             self.lazy_initialization(key_states, value_states)
             _check_states(key_states, value_states)
             self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-        whole, latest = [], []
-        for place, (kept, new) in enumerate(((self.keys, key_states), (self.values, value_states))):
-            recent = torch.cat((kept, new), -2)
-            codes = self.codes[place]
-            older = () if codes is None else (self._unrounded(codes, new),)
-            whole.append(torch.cat((*older, recent), -2) if older else recent)
-            due = recent.size(-2) - self.residual_length
-            if due > self.residual_length // 4:  # several at once: an update costs less
-                self._append(place, self._rounded(recent[..., :due, :]))
-                recent = recent[..., due:, :].clone()
-            latest.append(recent)
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        latest = [torch.cat(pair, -2) for pair in pairs]
+        whole = [self._with_older(place, recent) for place, recent in enumerate(latest)]
+        due = latest[0].size(-2) - self.residual_length
+        if due > self.residual_length // 4:  # several at once: an update costs less
+            self.scales = self.scales or [_scale(recent) for recent in latest]
+            for place, recent in enumerate(latest):
+                self._append(place, self._rounded(place, recent[..., :due, :]))
+                latest[place] = recent[..., due:, :].clone()
         self.keys, self.values = latest
         return whole[0], whole[1]
 
@@ -147,20 +150,24 @@ class TurnedLayer(_caches.DynamicLayer):  # type: ignore[misc, name-defined]
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.codes, self.is_initialized = [None, None], False
+        self.codes, self.scales, self.is_initialized = [None, None], [], False
         self.keys = self.values = None  # type: ignore[assignment]
 
     def offload(self) -> None:
         """Move everything to the CPU."""
         super().offload()
-        self._change(lambda part: part.to("cpu", non_blocking=True))
+        self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Move everything back."""
         super().prefetch()
-        self._change(lambda part: part.to(self.device, non_blocking=True))
+        self._move(self.device)
 
     # ---- codes -----------------------------------------------------------------------------------
+
+    def _move(self, device: torch.device) -> None:
+        self._change(lambda part: part.to(device, non_blocking=True))
+        self.scales = [scale.to(device, non_blocking=True) for scale in self.scales]
 
     def _change(self, change: Any) -> None:
         self.codes = [
@@ -175,38 +182,103 @@ class TurnedLayer(_caches.DynamicLayer):  # type: ignore[misc, name-defined]
             )
         self.codes[place] = new
 
-    def _rounded(self, x: Tensor) -> Codes:
-        y = self._turn(x.float())
-        low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
-        step = ((high - low) / (2**self.bits - 1)).to(x.dtype)
-        step = step.clamp_min(torch.finfo(x.dtype).tiny)
-        low = low.to(x.dtype)
-        levels = ((y - low.float()) / step.float()).round_().clamp_(0, 2**self.bits - 1)
-        pieces = levels.to(torch.uint8).chunk(8 // self.bits, -1)
-        packed = pieces[0].clone()
-        for number, piece in enumerate(pieces[1:], 1):
-            packed |= piece << (number * self.bits)
-        return packed, low, step
+    def _with_older(self, place: int, recent: Tensor) -> Tensor:
+        """Return the rounded tokens, turned back, and the recent ones behind them."""
+        codes = self.codes[place]
+        if codes is None:
+            return recent
+        older = codes[0].size(-2)
+        whole = recent.new_empty(*recent.shape[:-2], older + recent.size(-2), recent.size(-1))
+        self._restore(place, codes, whole[..., :older, :])
+        whole[..., older:, :] = recent
+        return whole
 
-    def _unrounded(self, codes: Codes, like: Tensor) -> Tensor:
-        packed, low, step = codes
-        y = like.new_empty(*packed.shape[:-1], like.size(-1))
-        for number, piece in enumerate(y.chunk(8 // self.bits, -1)):
-            piece.copy_((packed >> (number * self.bits)) & (2**self.bits - 1))
-        return self._turn(y.mul_(step).add_(low), back=True)
+    @torch.no_grad()
+    def _rounded(self, place: int, x: Tensor) -> Codes:
+        turned = (x.float() / self.scales[place].float()) @ _whole(x.size(-1), x.device)
+        return rounded_rows(turned, self.bits, x.dtype)
 
-    def _turn(self, x: Tensor, *, back: bool = False) -> Tensor:
-        matrix = _matrix(x.size(-1), x.dtype, x.device)
-        return x @ (matrix.mT if back else matrix)
+    @torch.no_grad()
+    def _restore(self, place: int, codes: Codes, out: Tensor) -> None:
+        """Write what ``codes`` stand for; H = H_2 x H_m, the first factor on integers."""
+        packed, middle, step = codes
+        left, right = levels_of(packed, self.bits)
+        core = _core(out.size(-1), out.dtype, out.device)
+        y = out.new_empty(*left.shape[:-1], 2, left.size(-1))
+        is_split = len(core) == left.size(-1)
+        y[..., 0, :] = left + right if is_split else left
+        y[..., 1, :] = left - right if is_split else right
+        y = (y.view(*y.shape[:-2], -1, len(core)) @ core).view(out.shape)
+        torch.mul(y, step, out=out)
+        out[..., :1] += middle * math.sqrt(out.size(-1))  # a row of ones times H: its first row
+        out *= self.scales[place]
+
+
+def rounded_rows(y: Tensor, bits: int, dtype: torch.dtype, fits: int = FITS) -> Codes:
+    """Round each row on a grid from its least to its largest entry, refined by least squares."""
+    half = 2 ** (bits - 1)
+    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    tiny = torch.finfo(dtype).tiny
+    step = ((high - low) / (2 * half - 1)).clamp_min(tiny)
+    middle = low + half * step
+    for _ in range(fits):
+        levels = ((y - middle) / step).round_().clamp_(-half, half - 1)
+        mean = levels.mean(-1, keepdim=True)
+        levels -= mean
+        squares = levels.square().sum(-1, keepdim=True).clamp_min(tiny)
+        step = ((levels * y).sum(-1, keepdim=True) / squares).clamp_min(tiny)
+        middle = y.mean(-1, keepdim=True) - step * mean
+    middle, step = middle.to(dtype), step.to(dtype)
+    levels = ((y - middle.float()) / step.float()).round_().clamp_(-half, half - 1)
+    pieces = (levels + half).to(torch.uint8).chunk(8 // bits, -1)
+    packed = pieces[0].clone()
+    for number, piece in enumerate(pieces[1:], 1):
+        packed |= piece << (number * bits)
+    return packed, middle, step
+
+
+def levels_of(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return both halves of the integers of each row, signed."""
+    half = 2 ** (bits - 1)
+    if bits == 8:
+        left, right = (packed.short() - half).chunk(2, -1)
+        return left, right
+    codes = packed.view(torch.int8)
+    pieces = [((codes >> shift) & (2 * half - 1)) - half for shift in range(0, 8, bits)]
+    if bits == 2:
+        return torch.cat(pieces[:2], -1), torch.cat(pieces[2:], -1)
+    return pieces[0], pieces[1]
+
+
+@torch.no_grad()
+def _scale(x: Tensor) -> Tensor:
+    """Root of each channel's root mean square, with one token of the mean over channels."""
+    squares = x.float().square()
+    power = squares.sum((0, -2)) + squares.mean((0, -2, -1))[..., None]
+    count = x.size(0) * x.size(-2) + 1
+    return (power / count).clamp_min(torch.finfo(x.dtype).tiny).pow(0.25).to(x.dtype)[:, None]
 
 
 @functools.lru_cache(maxsize=32)
-def _matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the Hadamard matrix of a head, orthogonal."""
+def _whole(size: int, device: torch.device) -> Tensor:
+    """Return the Hadamard matrix of a head, orthogonal, with a first row of equal entries."""
     whole = torch.ones(1, 1, dtype=torch.float64)
-    for factor in hadamard_factors(size):
+    factors = hadamard_factors(_core_size(size))
+    for factor in (*[SUM_AND_DIFFERENCE] * (_core_size(size) < size), *factors):
         whole = torch.kron(whole, factor)
-    return whole.to(device, dtype)
+    return (whole * whole[0].sign()).to(device, torch.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _core(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what turns a head back, behind the sum and difference of its halves if it is half."""
+    core = _core_size(size)
+    whole = _whole(size, device)[:core, :core].double()
+    return whole.mT.to(dtype).contiguous()
+
+
+def _core_size(size: int) -> int:
+    return size // 2 if largest_hadamard(size // 2) == size // 2 else size
 
 
 def _check_size(name: str, size: int) -> None:

@@ -21,10 +21,10 @@ from stiefel_opt.numerics.geometry import (
     gram_error,
     newton_schulz,
     orientation,
-    project_tangent,
+    tangent_part,
 )
 from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.points import reading_of
+from stiefel_opt.tags.points import matrix_wise, reading_of, with_parts
 
 _NEAR: Final = 1e-4  # an error of X'X up to which one Newton-Schulz step reaches rounding
 
@@ -66,9 +66,9 @@ def exp(
     beta = _beta(metric)
 
     def move(point: Tensor, tangent: Tensor) -> Tensor:
-        return geodesics.shoot(point, project_tangent(point, tangent), beta)
+        return geodesics.shoot(point, tangent_part(point, tangent), beta)
 
-    return _between(move, point, tangent, manifold, torch.add, is_vector=True)
+    return _map(move, *_read(point, tangent, manifold), torch.add, is_vector=True)
 
 
 def log(
@@ -103,7 +103,7 @@ def log(
         _check_component(point, other)
         return geodesics.lift(point, other, beta)
 
-    return _between(difference, point, other, manifold, lambda here, there: there - here)
+    return _map(difference, *_read(point, other, manifold), lambda here, there: there - here)
 
 
 def distance(
@@ -131,10 +131,8 @@ def distance(
     for index, (own, theirs) in enumerate(
         zip(reading.parts(point), reading.parts(other), strict=True)
     ):
-        here, there = (
-            _points(own, reading, index, "point"),
-            _points(theirs, reading, index, "other"),
-        )
+        pairs = ("point", own), ("other", theirs)
+        here, there = (_points(part, reading, index, name) for name, part in pairs)
         with exact_products(here):
             length = geodesics.separation(here, there, beta) * reading.scale
         lengths.append(length.to(own.dtype.to_real()))
@@ -240,7 +238,7 @@ def mean(
     if reading.rows is None:
         return values[0].contiguous()
     result = sum(share * each for share, each in zip(shares.tolist(), listed, strict=True))
-    return _with_parts(result, reading, values)
+    return with_parts(result, reading, values)
 
 
 # ---- readings ------------------------------------------------------------------------------------
@@ -307,20 +305,6 @@ def _check_component(point: Tensor, other: Tensor) -> None:
         raise ValueError(fail("determinant of other", "be that of the point", given, remedy))
 
 
-def _between(
-    function: Callable[[Tensor, Tensor], Tensor],
-    point: Tensor,
-    other: Tensor,
-    manifold: Stiefel | None,
-    plain: Callable[[Tensor, Tensor], Tensor],
-    *,
-    is_vector: bool = False,
-) -> Tensor:
-    """Return a function of a point and of another one, or of a vector there."""
-    point, other, reading = _read(point, other, manifold)
-    return _map(function, point, other, reading, plain, is_vector=is_vector)
-
-
 def _map(
     function: Callable[[Tensor, Tensor], Tensor],
     point: Tensor,
@@ -331,33 +315,16 @@ def _map(
     is_vector: bool = False,
     count: int | None = None,
 ) -> Tensor:
-    """Return ``function`` of the matrices, ``plain`` of the rows between.
+    """Return ``function`` of the points, or of one and a vector; ``plain`` of the rows between."""
 
-    With ``count`` both return so many tensors, along a first dimension.
-    """
-    values = []
-    for index, (own, theirs) in enumerate(
-        zip(reading.parts(point), reading.parts(other), strict=True)
-    ):
-        here = _points(own, reading, index, "point")
-        if is_vector:
-            there = widened(reading.matrices(theirs, index)) / reading.scale
-        else:
-            there = _points(theirs, reading, index, "other")
+    def on_points(here: Tensor, there: Tensor, scale: float) -> Tensor:
+        here, there = _on_manifold(here, "point"), there / scale
+        there = there if is_vector else _on_manifold(there, "other")
         with exact_products(here):
-            value = (reading.scale * function(here, there)).to(point.dtype)
-        shape = own.shape if count is None else torch.Size((count, *own.shape))
-        values.append(reading.stored(value, shape, index, stacked=count is not None))
-    if reading.rows is None:
-        return values[0].contiguous()
-    return _with_parts(plain(point, other), reading, values)
+            return scale * function(here, there)
 
-
-def _with_parts(result: Tensor, reading: Stiefel, values: Sequence[Tensor]) -> Tensor:
-    """Write the constrained ranges of rows into ``result``."""
-    for part, value in zip(reading.parts(result), values, strict=True):
-        part.copy_(value)
-    return result
+    wide = widened(point), widened(other)
+    return matrix_wise(on_points, reading, *wide, plain, count).to(point.dtype)
 
 
 def _shares(weights: Sequence[float] | None, count: int, like: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from stiefel_opt.errors import (
     users_level,
 )
 from stiefel_opt.numerics.device import has_values
-from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded, replicated
 from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -54,7 +54,6 @@ from stiefel_opt.tags.trained import (
 )
 from stiefel_opt.tags.uses import check_uses, warn_of_batches
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
-from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
 
@@ -69,7 +68,6 @@ def constrain(
     name: str | Iterable[str] | Callable[[str, nn.Parameter], bool] = "weight",
     *,
     heads: int | Sequence[int] | None = None,
-    blocks: int | Sequence[int] | None = None,
     rows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     flatten: bool | None = None,
     transposed: bool = False,
@@ -100,7 +98,6 @@ def constrain(
             blocks as the module stacks: one for each gate of ``nn.LSTM`` and ``nn.GRU`` and their
             cells, each group of a convolution, and each head of queries, keys and values in
             ``nn.MultiheadAttention``; one in all other modules. ``heads=1`` asks for one.
-        blocks: Another name of ``heads``.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
             read as the convolution whose adjoint it is, one row for each input channel.
@@ -132,21 +129,16 @@ def constrain(
         lost but the record stays: call :func:`retag` or :func:`param_groups`. The next forward pass
         warns of it (:class:`LostTagWarning`). Loading values that are off the manifold, from
         bfloat16 or another training, warns: call :func:`project_`. So do weights that look trained
-        and are moved here, a weight that is zero, an embedding with more rows than columns and no
-        ``scale``, the first step of an optimizer that knows no constraint, and now and then a
-        forward pass, without gradients or of weights that no optimizer steps, where these were
-        averaged or merged off the manifold.
+        and are moved here, a weight that is zero or has not full rank, an embedding with more rows
+        than columns and no ``scale``, the first step of an optimizer that knows no constraint, and
+        now and then a forward pass, without gradients or of weights that no optimizer steps, where
+        these were averaged or merged off the manifold.
     """
     if not isinstance(module, nn.Module):
         given = type(module).__name__
         remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
         raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
     check_flag("project", project)
-    if heads is not None and blocks is not None:
-        raise ValueError(fail("blocks", "be None with heads", blocks, "they are the same"))
-    if isinstance(scale, str) and scale not in ("keep", "rms"):
-        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
-    heads = blocks if heads is None else heads
     names_dims = not (row_dims is None and column_dims is None)
     is_said = names_dims or transposed or not (heads is None and rows is None)
     asked: dict[str, Stiefel] = {}
@@ -161,7 +153,7 @@ def constrain(
         said: Any = own_heads, rows, own_flatten, transposed, *options
         reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
-        asked[each] = _scaled(reading, parameter, scale, each)
+        asked[each] = scaled(reading, parameter, scale, each)
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
     if flatten is None:
         warn_of_batches(module, asked)
@@ -181,13 +173,14 @@ def _weight(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]
     return owner, leaf, parameter
 
 
-def _scaled(reading: Stiefel, parameter: Tensor, scale: object, name: str) -> Stiefel:
-    """Return a reading with the scale that "keep" or "rms" stands for."""
-    if scale == "keep":
-        return replace(reading, scale=kept_scale(parameter, reading, name))
-    if scale == "rms":
-        return replace(reading, scale=rms_scale(parameter, reading, name))
-    return reading
+def scaled(reading: Stiefel, parameter: Tensor, scale: Any, name: str) -> Stiefel:
+    """Return a reading with a scale: a number, or what "keep" or "rms" stands for."""
+    measures = {"keep": kept_scale, "rms": rms_scale}
+    if not isinstance(scale, str):
+        return replace(reading, scale=scale)
+    if scale not in measures:
+        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
+    return replace(reading, scale=measures[scale](parameter, reading, name))
 
 
 def _names(module: nn.Module, name: object) -> list[str]:
@@ -253,8 +246,10 @@ def apply_readings(
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
-            point = nearest(parameter, at_start(reading), name)
-            turned += turned_over(name, parameter, reading)
+            other = turned_over(name, parameter, reading)
+            is_told = bool(other) or not bool(parameter.any())
+            point = nearest(parameter, at_start(reading), name, tells=not is_told)
+            turned += other
             share = relative_move(parameter, point)
             if share == math.inf:
                 zero.append(name)
@@ -462,7 +457,7 @@ def _check_unrecorded(tensor: Tensor) -> None:
 
 def to_nearest_(tensor: Tensor, reading: Stiefel, name: str) -> None:
     """Replace every matrix of a tensor that is off the manifold by the nearest point."""
-    _write(tensor, nearest(whole(tensor.detach()), reading, name, tells=True))
+    _write(tensor, nearest(gathered(tensor.detach()), reading, name, tells=True))
 
 
 @torch.no_grad()

@@ -193,7 +193,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
-    if not key:
+    if key is None or key is False:
         mark_unconstrained(parameters, key is False)
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
@@ -207,11 +207,12 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
             point = None
             if has_values(parameter) and not is_sharded(parameter):
                 check_writable(name, parameter)
-                point = nearest(parameter, at_start(manifold), name)
+                other = turned_over(name, parameter, manifold)
+                point = nearest(parameter, at_start(manifold), name, tells=not other)
+                turned += other
             points.append((parameter, point))
             share = relative_move(parameter, point)
             lost += [(name, share)] if is_lost(parameter, manifold, share) else []
-            turned += turned_over(name, parameter, manifold) if point is not None else []
     warn_of_lost(lost)  # which raises where warnings are errors
     warn_of_component(turned)
     for parameter, point in points:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from stiefel_opt.numerics.device import (
     has_values,
     no_autocast,
     values_of,
+    widened,
     working_dtype,
 )
 from stiefel_opt.numerics.distributed import is_sharded
@@ -26,10 +27,13 @@ from stiefel_opt.numerics.geometry import (
     orientation,
     orthonormality_tolerance,
     scale_rounding,
-    widened,
 )
 from stiefel_opt.numerics.linalg import are_finite, sym
 from stiefel_opt.tags.manifold import Stiefel, check_determinant, manifold_of
+
+# Singular values of products without full rank reach 4 times the rounding of the largest, for up to
+# 2048 rows. Of random n x n matrices one in 1 / (4 n eps) has so small a one: 1000 in float32.
+_SEVERAL: Final = 8
 
 
 def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
@@ -46,10 +50,7 @@ def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
 
 def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
     """Return the largest entry of abs(X'X - I) over all matrices X; NaN if one is not finite."""
-    parts = enumerate(reading.parts(tensor))
-    listed = [reading.matrices(part, index) for index, part in parts]
-    errors = [gram_error(matrices / reading.scale_of(matrices)).amax() for matrices in listed]
-    return torch.stack(errors).amax()
+    return torch.stack([gram_error(points).amax() for points in reading.points(tensor)]).amax()
 
 
 def at_start(reading: Stiefel) -> Stiefel:
@@ -90,7 +91,7 @@ def nearest(
             if tells:
                 gaps = torch.ones(off.shape, dtype=gap.dtype, device=gap.device)
                 gaps[off] = gap
-                _warn_if_not_unique(gaps, matrices.size(-2))
+                warn_if_not_unique(name, gaps)
             scale: Any = reading.scale
             if reading.learn_scale:
                 scale = mean_singular_value(matrices[off], factor)
@@ -324,7 +325,7 @@ def polar(
         with no_autocast(wide):
             _check_finite(wide, tensor)
             points, gap = geometry.polar(wide, reading.determinant)
-            _warn_if_not_unique(gap, wide.size(-2))
+            warn_if_not_unique("tensor", gap)
             if reading.learn_scale:
                 mean = mean_singular_value(wide, points)
                 wide, scale = wide / mean, scale * mean
@@ -333,7 +334,7 @@ def polar(
             point: Tensor = scale * points
             return point.to(matrices.dtype)
 
-    point = _matrix_wise(nearest_of, reading, tensor, tensor, torch.clone, scaled=True)
+    point = matrix_wise(nearest_of, reading, tensor, tensor, lambda given, _: given.clone())
     if return_factor:
         is_wide = reading.is_wide(tensor.shape)
         return point, factors[0].mT if is_wide else factors[0]
@@ -352,11 +353,8 @@ def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
     """Say of the matrices of each range which do not have the determinant of the reading."""
     if reading.determinant is None:
         return []
-    parts = enumerate(reading.parts(tensor.detach()))
-    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
-    return [
-        orientation(each / reading.scale_of(each)) * reading.determinant < 0 for each in matrices
-    ]
+    points = reading.points(widened(tensor.detach()))
+    return [orientation(each) * reading.determinant < 0 for each in points]
 
 
 def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> None:
@@ -367,16 +365,16 @@ def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> Non
         raise ValueError(fail(name, "be finite", given))
 
 
-def _warn_if_not_unique(gap: Tensor, height: int) -> None:
-    """Warn of matrices of this height whose polar factor, by its gap, is one of several."""
+def warn_if_not_unique(name: str, gap: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Warn of matrices, known to this dtype, whose polar factor, by its gap, is one of several."""
     values = values_of(gap)
     if values is None:
         return
-    several = values <= height * torch.finfo(values.dtype).eps
+    several = values <= _SEVERAL * torch.finfo(dtype or values.dtype).eps
     if bool(several.any()):
         warnings.warn(
-            f"the nearest point is not unique{counted(several)}: two singular values, with their "
-            "signs, add up to zero, as without full rank; one of the nearest is returned",
+            f"the nearest point to `{name}` is not unique{counted(several)}: two singular values, "
+            "with their signs, add up to zero, as without full rank; one of the nearest is taken",
             stacklevel=users_level(),
         )
 
@@ -401,13 +399,17 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     Note: Two products of size n x m by m x m. Differentiable.
     """
     reading = _reading(point, manifold, vector)
-    project = tangent_part if reading.learn_scale else geometry.project_tangent
-    return _matrix_wise(project, reading, point, vector, torch.clone)
+    project = tangent_part_with_scale if reading.learn_scale else geometry.tangent_part
+
+    def part_of(matrices: Tensor, vectors: Tensor, _: Any) -> Tensor:
+        return project(matrices, vectors)
+
+    return matrix_wise(part_of, reading, point, vector, lambda _, given: given.clone())
 
 
-def tangent_part(X: Tensor, D: Tensor) -> Tensor:
+def tangent_part_with_scale(X: Tensor, D: Tensor) -> Tensor:
     """Return the part of D that is tangent to all multiples of orthonormal matrices at one of X."""
-    return geometry.project_tangent(X, D) + X * _along(X, D)
+    return geometry.tangent_part(X, D) + X * _along(X, D)
 
 
 def _along(X: Tensor, D: Tensor) -> Tensor:
@@ -460,27 +462,27 @@ def retract(
         else:
             new_scale = scale
         try:
-            moved: Tensor = new_scale * geometry.retract(matrices, tangents / scale, retraction)
+            moved: Tensor = new_scale * geometry.retraction(matrices, tangents / scale, retraction)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             _check_finite(matrices + tangents, point, "point + tangent")
             raise
         return moved
 
-    return _matrix_wise(move, reading, point, tangent, point.add, scaled=True)
+    return matrix_wise(move, reading, point, tangent, torch.add)
 
 
-def _matrix_wise(
-    function: Callable[..., Tensor],
+def matrix_wise(
+    function: Callable[[Tensor, Tensor, Any], Tensor],
     reading: Stiefel,
     point: Tensor,
     vector: Tensor,
-    plain: Callable[[Tensor], Tensor],
-    *,
-    scaled: bool = False,
+    plain: Callable[[Tensor, Tensor], Tensor],
+    count: int | None = None,
 ) -> Tensor:
-    """Return ``function`` of the matrices, without scale, and of the vectors, ``plain`` between.
+    """Return ``function`` of the matrices, without scale, of the vectors and of the scale.
 
-    With ``scaled`` the scale is its third argument.
+    ``plain`` is the value of the rows between. With ``count`` both return so many tensors, along a
+    first dimension.
     """
     values = []
     for index, (part, own) in enumerate(
@@ -488,12 +490,16 @@ def _matrix_wise(
     ):
         matrices = reading.matrices(part, index)
         scale = reading.scale_of(matrices)
-        more = (scale,) if scaled else ()
-        value = function(matrices / scale, reading.matrices(own, index), *more)
-        values.append(reading.stored(value, part.shape, index))
+        value = function(matrices / scale, reading.matrices(own, index), scale)
+        shape = part.shape if count is None else torch.Size((count, *part.shape))
+        values.append(reading.stored(value, shape, index, stacked=count is not None))
     if reading.rows is None:
         return values[0].contiguous()
-    result = plain(vector)
+    return with_parts(plain(point, vector), reading, values)
+
+
+def with_parts(result: Tensor, reading: Stiefel, values: Sequence[Tensor]) -> Tensor:
+    """Write the constrained ranges of rows into ``result``."""
     for part, value in zip(reading.parts(result), values, strict=True):
         part.copy_(value)
     return result

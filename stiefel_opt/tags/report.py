@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, none_found
-from stiefel_opt.numerics.device import finest_dtype, has_values
-from stiefel_opt.numerics.distributed import whole
-from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
+from stiefel_opt.numerics.device import finest_dtype, has_values, widened
+from stiefel_opt.numerics.distributed import gathered
+from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -82,7 +82,7 @@ def constrained(
 
 
 def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
-    return largest_error(whole(tensor.detach()).to(finest_dtype(tensor)), reading)
+    return largest_error(gathered(tensor.detach()).to(finest_dtype(tensor)), reading)
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def scales_of(tensor: Tensor, reading: Stiefel) -> tuple[float, float] | None:
     """Return the smallest and the largest learned scale of a weight; None if it is not learned."""
     if tensor.is_meta or not reading.learn_scale:
         return None
-    value = whole(tensor.detach()).to(finest_dtype(tensor))
+    value = gathered(tensor.detach()).to(finest_dtype(tensor))
     parts = enumerate(reading.parts(value))
     scales = [reading.scale_of(reading.matrices(part, index)).flatten() for index, part in parts]
     least, largest = torch.aminmax(torch.cat(scales))
@@ -221,12 +221,11 @@ class Report:
 
 def _signs(weight: Tensor, reading: Stiefel) -> str | None:
     """Return the determinant of real square matrices in words."""
-    parts = enumerate(reading.parts(whole(weight.detach())))
-    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
-    square = [each for each in matrices if each.size(-2) == each.size(-1)]
+    points = reading.points(widened(gathered(weight.detach())))
+    square = [each for each in points if each.size(-2) == each.size(-1)]
     if not square or weight.is_complex():
         return None
-    signs = torch.cat([orientation(each / reading.scale_of(each)).reshape(-1) for each in square])
+    signs = torch.cat([orientation(each).reshape(-1) for each in square])
     count = int((signs < 0).sum())
     if signs.numel() == 1:
         return "-1" if count else "+1"
@@ -237,7 +236,7 @@ def _is_mirrored(weight: Tensor, reading: Stiefel) -> bool:
     """Say whether a matrix has the other determinant than the reading says."""
     if reading.determinant is None or not has_values(weight):
         return False
-    return any(bool(bad.any()) for bad in wrong_signs(whole(weight.detach()), reading))
+    return any(bool(bad.any()) for bad in wrong_signs(gathered(weight.detach()), reading))
 
 
 def _shown(value: Any) -> Any:

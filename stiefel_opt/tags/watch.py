@@ -35,9 +35,10 @@ from stiefel_opt.numerics.device import (
     no_autocast,
     reader_for,
     untraced,
+    widened,
 )
-from stiefel_opt.numerics.distributed import is_sharded, whole
-from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance, widened
+from stiefel_opt.numerics.distributed import gathered, is_sharded
+from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.tags.points import kept_scale, largest_error, nearest, wrong_signs
@@ -491,7 +492,7 @@ def _warn_if_off(
             continue  # torch refuses it
         if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
             continue  # offloaded: no process group can gather it
-        loaded = whole(value).to(parameter.dtype)
+        loaded = gathered(value).to(parameter.dtype)
         if leaf in module.__dict__.get(KEEPS, ()):
             reading = _rescaled(module, leaf, loaded, prefix + leaf)
         error = float(largest_error(widened(loaded), reading))

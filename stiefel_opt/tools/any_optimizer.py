@@ -24,16 +24,16 @@ from stiefel_opt.numerics import (
     add_to_diagonal_,
     are_finite,
     exact_products,
+    gram,
     infinity_norm,
     is_compiling,
     is_sharded,
     largest_bound,
     orthonormality_tolerance,
-    own_gram,
-    project_tangent,
+    polar,
     reader_for,
     roots,
-    skew,
+    tangent_part,
     widened,
 )
 from stiefel_opt.tags import (
@@ -351,7 +351,7 @@ class _Keeper:
                 x = _unscaled(point, stack)
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
-                tangents = project_tangent(x, grad)
+                tangents = tangent_part(x, grad)
             for block, piece in stack.pieces(tangents):
                 if (own := grads[block.place]) is not None:
                     ours[block.place] = _given(block, piece, own, ours.get(block.place))
@@ -487,7 +487,7 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     reads = reader_for(size).is_exact
     least, largest = map(float, torch.aminmax(size)) if reads else (0.0, math.inf)
     x, step = _unscaled(point, stack), _unscaled(_measured(step, size, largest, stack.scale), stack)
-    new_point, tangent = _retracted(x, project_tangent(x, step))
+    new_point, tangent = _retracted(x, tangent_part(x, step))
     if stack.scale != 1.0:
         new_point = new_point * stack.scale
     if reads and least != 0 and bool(torch.isfinite(new_point.sum())):  # NaN has moved
@@ -524,32 +524,21 @@ def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     The inverse root is that of the Gram matrix as it is, so that rounding does not add up.
     """
     moved = point + tangent
-    excess = add_to_diagonal_(own_gram(moved), -1.0)
+    excess = add_to_diagonal_(gram(moved), -1.0)
     reads = reader_for(excess).is_exact
     limit = largest_bound(excess) if reads else _LONGEST
     if not (reads and limit <= _LONGEST):
         tangent = tangent * (_LONGEST / infinity_norm(excess)).clamp(max=1.0).sqrt()
         moved = point + tangent
         # not the old one times a number: an error of X would grow from step to step
-        excess, limit = add_to_diagonal_(own_gram(moved), -1.0), 1.01 * _LONGEST
+        excess, limit = add_to_diagonal_(gram(moved), -1.0), 1.01 * _LONGEST
     new_point: Tensor = moved @ roots(excess, limit, reads=reads).inverse_root
     return new_point, tangent
 
 
 def _pulled_back(point: Tensor, tangent: Tensor, grad: Tensor) -> Tensor:
-    r"""Return the gradient by :math:`\xi` of a function with gradient G at Y, the retraction of xi.
-
-    With A = X + xi = Y H it is :math:`(I - YY')G H^{-1} + 2 Y \Omega`, where
-    :math:`H\Omega + \Omega H = \mathrm{skew}(Y'G)`.
-    """
-    moved = point + tangent
-    values, basis = torch.linalg.eigh(moved.mH @ moved)
-    lengths = values.sqrt()
-    inverse = (basis / lengths.unsqueeze(-2)) @ basis.mH
-    new_point = moved @ inverse
-    inner = new_point.mH @ grad
-    turned = basis.mH @ skew(inner) @ basis
-    turned = turned / (lengths.unsqueeze(-1) + lengths.unsqueeze(-2))
-    normal = (grad - new_point @ inner) @ inverse
-    pulled: Tensor = 2 * new_point @ (basis @ turned @ basis.mH)
-    return pulled.add_(normal)
+    r"""Return the gradient by :math:`\xi` of a function with gradient G at the retraction of xi."""
+    with torch.enable_grad():
+        moved = (point + tangent).requires_grad_()
+        (pulled,) = torch.autograd.grad(polar(moved)[0], moved, grad)
+    return pulled

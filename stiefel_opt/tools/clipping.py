@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_flag, check_range, fail
-from stiefel_opt.numerics import is_sharded, project_tangent, whole, widened
-from stiefel_opt.tags import Stiefel, tangent_part
+from stiefel_opt.numerics import gathered, is_sharded, tangent_part, widened
+from stiefel_opt.tags import Stiefel, tangent_part_with_scale
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norms = [norm for parameter in active for norm in _norms(parameter)]
     device = norms[0].device
-    together = torch.stack([whole(norm).to(device) for norm in norms])
+    together = torch.stack([gathered(norm).to(device) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         remedy = "look for the first parameter with a bad gradient, or skip the step"
@@ -86,7 +86,7 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
         point, vector = (_matrices(tensor, reading, index) for tensor in (point, vector))
-        project = tangent_part if reading.learn_scale else project_tangent
+        project = tangent_part_with_scale if reading.learn_scale else tangent_part
         tangent = project(point / reading.scale_of(point), vector)
         norms.append(torch.linalg.vector_norm(tangent))
     return norms
@@ -99,4 +99,4 @@ def _matrices(tensor: Tensor, reading: Stiefel, index: int) -> Tensor:
     except RuntimeError:  # DTensor has no view of them
         if not is_sharded(tensor):
             raise
-        return widened(reading.matrices(whole(tensor), index))
+        return widened(reading.matrices(gathered(tensor), index))

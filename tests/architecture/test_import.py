@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stiefel_opt as so
-from stiefel_opt.numerics.distributed import is_sharded, local_part, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded, local_part
 
 BESIDE_TORCH = """
 import sys
@@ -46,12 +46,12 @@ sys.meta_path.insert(0, Missing())
 
 import copy
 import stiefel_opt as so
-from stiefel_opt.numerics.distributed import is_sharded, local_part, whole
+from stiefel_opt.numerics.distributed import gathered, is_sharded, local_part
 
 model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 4))
 so.constrain(model[0])
 so.orthogonal(model[1])
-assert local_part(model[0].weight) is whole(model[0].weight) is model[0].weight
+assert local_part(model[0].weight) is gathered(model[0].weight) is model[0].weight
 for make in (so.StiefelSGD, so.StiefelAdam, so.ProjectedRGD, so.CayleySGD, so.CayleyAdam):
     optimizer = make(so.param_groups(model), lr=0.1)
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_works_where_torch_has_no_distributed() -> None:
 def test_what_is_not_sharded_is_as_it_is(value: object) -> None:
     assert not is_sharded(value)
     if isinstance(value, torch.Tensor):
-        assert local_part(value) is whole(value) is value
+        assert local_part(value) is gathered(value) is value
 
 
 def test_asking_in_a_compiled_function_is_one_graph() -> None:

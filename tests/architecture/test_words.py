@@ -15,7 +15,9 @@ RETIRED = {
     "by_name": "TaggedOptimizer.names_of",
     "descend": "rgd",
     "note_whole": "mark_unconstrained",
+    "own_gram": "gram, and cross_gram of two",
     "takes_whole_gradient": "is_plain_in_group",
+    "turn_square": "rotate_square",
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "stiefel_opt").rglob("*.py"))
 
@@ -56,3 +58,17 @@ def test_the_picture_of_the_house_names_every_file_of_the_core() -> None:
     rooms = ("numerics", "tags", "functional", "optim")
     files = {path.stem for room in rooms for path in (ROOT / "stiefel_opt" / room).glob("[!_]*.py")}
     assert files <= named, files - named
+
+
+def test_what_the_page_says_is_where_stands_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = page[page.index("## Where is what") : page.index("## A rule in one file")]
+    found = re.findall(r"((?:`\w+` and )?`\w+`) in `([\w/]+\.py)`", table)
+    assert len(found) > 20
+    for names, place in found:
+        tree = ast.parse((ROOT / "stiefel_opt" / place).read_text(encoding="utf-8"))
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+        assert set(re.findall(r"\w+", names.replace(" and ", " "))) <= defined, (
+            f"{names} in {place}"
+        )

@@ -25,7 +25,7 @@ from stiefel_opt.functional import adam, evaluated, sgd
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.functional.momentum import largest_quotient
 from stiefel_opt.numerics.geometry import random_point
-from stiefel_opt.numerics.linalg import LOCAL_SUMS, own_gram
+from stiefel_opt.numerics.linalg import LOCAL_SUMS, gram
 
 FIRST = {"step": 3.0}
 
@@ -122,7 +122,7 @@ def test_second_moments_of_the_skew_part_stay_symmetric(shape, generator):
     square, skew = state["exp_avg_sq_skew"], state[SKEW]
     torch.testing.assert_close(square, square.mT, rtol=0, atol=0)
     torch.testing.assert_close(skew, -skew.mT, rtol=0, atol=0)
-    assert (own_gram(point) - torch.eye(m)).abs().max() < 4e-6
+    assert (gram(point) - torch.eye(m)).abs().max() < 4e-6
 
 
 # ---- a normal momentum that is not evaluated -----------------------------------------------------

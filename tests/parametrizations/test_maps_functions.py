@@ -232,7 +232,8 @@ def test_own_is_orthonormal_in_float32_where_vectors_are_nearly_dependent():
 def test_own_starts_from_dependent_columns(start):
     module = nn.Module()
     module.weight = nn.Parameter(start.clone())
-    so.orthogonal(module, "weight", "own")
+    with pytest.warns(UserWarning, match="the nearest point to `weight` is not unique"):
+        so.orthogonal(module, "weight", "own")
     weight = module.weight.detach()
     torch.testing.assert_close(weight.T @ weight, torch.eye(4), rtol=0, atol=1e-5)
     assert weight.sum(0).abs().max() < 1e-5

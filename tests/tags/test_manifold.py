@@ -4,10 +4,12 @@ import copy
 import io
 import json
 import pickle
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
+from optimizers import BY_CLOSURE
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -114,6 +116,41 @@ def test_readings_survive_json_pickle_and_hashing():
         torch.save(reading.as_dict(), buffer)
         buffer.seek(0)
         assert torch.load(buffer, weights_only=True) == plain
+
+
+def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
+    for _, reading, _ in READINGS:
+        default, data = Stiefel(), reading.as_dict()
+        everything = {field.name: getattr(reading, field.name) for field in fields(Stiefel)}
+        assert set(data) == {key for key in everything if everything[key] != getattr(default, key)}
+        assert Stiefel.from_dict(everything) == reading == Stiefel(**data)
+    assert Stiefel().as_dict() == {}
+
+
+@pytest.mark.parametrize("kind", BY_CLOSURE)
+def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(kind):
+    layer = so.constrain(nn.Linear(6, 4))
+    optimizer = BY_CLOSURE[kind](so.param_groups(nn.ModuleList([layer]))[1:])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.ones(2, 6)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    group = optimizer.param_groups[0]
+    assert group["stiefel"] == {}
+    assert so.orthonormality_error(layer) < 1e-5
+    saved = copy.deepcopy(optimizer.state_dict())
+    holder = saved["state"][0] if "readings" in saved["state"][0] else saved["param_groups"][0]
+    assert holder["readings"] == [{}]
+    older = {"heads": None, "rows": None, "flatten": False, "transposed": False}
+    holder["readings"] = [older | {"scale": 1.0, "learn_scale": False}]
+    optimizer.load_state_dict(saved)
+    holder["readings"] = [older | {"scale": 2.0, "learn_scale": False}]
+    with pytest.raises(ValueError, match="must be the saved one"):
+        optimizer.load_state_dict(saved)
 
 
 def test_equal_readings_are_equal_however_they_are_written():
@@ -350,3 +387,8 @@ def test_tag_works_on_parameters_of_other_types():
         tag(parameter, Stiefel())
         assert type(parameter) is kind
         assert manifold_of(parameter) == Stiefel()
+
+
+def test_one_head_is_no_head():
+    assert so.Stiefel(heads=1) == so.Stiefel()
+    assert so.Stiefel(rows=((0, 4), (4, 8)), heads=(1, 1)) == so.Stiefel(rows=((0, 4), (4, 8)))

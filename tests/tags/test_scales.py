@@ -172,6 +172,7 @@ def norm_of(layer: nn.Module, channels: int) -> float:
     return size
 
 
+@pytest.mark.filterwarnings("ignore:the nearest point to")  # of rank one
 @pytest.mark.parametrize("start", ["random", "constant"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_kernel_over_its_side_enlarges_no_image(name: str, start: str) -> None:
@@ -179,6 +180,7 @@ def test_a_kernel_over_its_side_enlarges_no_image(name: str, start: str) -> None
     assert conv_norm(side, start, options) < 1 + 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:the nearest point to")  # of rank one
 @pytest.mark.parametrize(("side", "mode"), [(3, "reflect"), (5, "reflect"), (5, "replicate")])
 def test_padding_that_repeats_entries_enlarges_images(side: int, mode: str) -> None:
     """As the recipe says: such entries count more than k times in a row of k x k patches."""

@@ -23,7 +23,6 @@ FRESH: dict[str, Callable[[Tensor], Any]] = {
     "kaiming uniform": lambda w: init.kaiming_uniform_(w, a=5**0.5),
     "kaiming normal": init.kaiming_normal_,
     "orthogonal": lambda w: init.orthogonal_(w, gain=2.0),
-    "constant": lambda w: init.constant_(w, 0.3),
     "one and noise": lambda w: init.normal_(w, std=0.01).fill_diagonal_(1.0),
 }
 SHAPES = [(4, 4), (8, 8), (8, 64), (64, 64), (96, 32), (192, 64), (300, 200)]
@@ -69,6 +68,46 @@ def test_a_weight_that_is_zero_is_told_that_its_layer_is_not_any_more(name: str)
     assert "`1.weight`, which was zero, becomes orthonormal: the layer does not return zero" in text
     assert [line.moved for line in so.report(model).lines if line.name == "1.weight"] == [None]
     assert not warnings_of(lambda: so.constrain(model, name))
+
+
+RANK = "the nearest point to `{}` is not unique"
+DEFICIENT: dict[str, Callable[[Tensor], Any]] = {
+    "constant": lambda w: init.constant_(w, 0.3),
+    "of rank two": lambda w: w.copy_(torch.randn(w.size(0), 2) @ torch.randn(2, w.size(1))),
+    "with a column of zeros": lambda w: w[:, 0].zero_(),
+}
+
+
+@pytest.mark.parametrize("name", DEFICIENT)
+@pytest.mark.parametrize("shape", [(4, 4), (64, 64), (200, 300)])
+def test_a_weight_without_full_rank_is_told_that_its_point_is_one_of_many(
+    name: str, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(shape[0], shape[1])  # its columns become orthonormal, or its rows
+    with torch.no_grad():
+        DEFICIENT[name](layer.weight)
+    value = layer.weight.detach().clone()
+    others: dict[str, Callable[[], Any]] = {
+        "data": lambda: so.ManifoldParameter(value),
+        f"parameter of shape {shape[::-1]}": lambda: so.StiefelSGD(
+            [{"params": [nn.Parameter(value.clone())], "stiefel": True}], lr=0.1
+        ),
+    }
+    for called, act in others.items():
+        assert RANK.format(called) in " ".join(warnings_of(act))
+    texts = warnings_of(lambda: so.constrain(nn.Sequential(layer), "0.weight"))
+    assert RANK.format("0.weight") in " ".join(texts)
+    assert not warnings_of(lambda: so.constrain(layer))
+
+
+def test_heads_without_full_rank_are_counted() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 12)
+    with torch.no_grad():
+        layer.weight[4:8] = 1.0
+    texts = " ".join(warnings_of(lambda: so.constrain(layer, heads=3)))
+    assert "`weight` is not unique in 1 of 3 matrices, the first at index 1" in texts
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -141,10 +180,6 @@ def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, 
 DOORS: dict[str, Callable[[nn.Linear], Any]] = {
     "parameter": lambda layer: so.ManifoldParameter(layer.weight),
     "group": lambda layer: so.StiefelSGD([{"params": layer.weight, "stiefel": True}], lr=0.1),
-    **{
-        name: lambda layer, name=name: so.orthogonal(layer, map=name)
-        for name in ("tcwy", "matrix_exp", "trivialization")
-    },
 }
 
 
@@ -217,15 +252,3 @@ def test_a_trained_orthonormal_weight_is_silent() -> None:
     with torch.no_grad():
         layer.weight.copy_(so.random_point(32, 64).bfloat16())
     assert not warnings_of(lambda: so.constrain(layer))
-
-
-def test_a_trained_attention_is_told_once() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
-    assert not warnings_of(lambda: so.constrain_attention(model))
-    for layer in model.layers:
-        so.release(layer.self_attn, "in_proj_weight")
-        with torch.no_grad():  # a direction that all inputs share, as training makes
-            layer.self_attn.in_proj_weight += torch.outer(torch.randn(96), torch.randn(32)) / 4
-    (text,) = warnings_of(lambda: so.constrain_attention(model))
-    assert "`layers.0.self_attn.in_proj_weight` and 2 more seem trained" in text

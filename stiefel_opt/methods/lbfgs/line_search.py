@@ -12,7 +12,7 @@ from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is me
 
 from stiefel_opt.errors import fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics import exact_products, finest_dtype, own_gram
+from stiefel_opt.numerics import exact_products, finest_dtype, gram
 from stiefel_opt.optim import Group
 from stiefel_opt.tags import Stack, Stiefel, stacks_of
 
@@ -213,7 +213,7 @@ class _Line:
         for stack in self.point.stacks:
             vectors = stack.read(self.point.shaped(self.vector)) / stack.scale
             with exact_products(vectors):
-                squares = torch.linalg.eigvalsh(own_gram(vectors))[..., -1].clamp(min=0.0)
+                squares = torch.linalg.eigvalsh(gram(vectors))[..., -1].clamp(min=0.0)
             for block, angles in stack.pieces(squares.sqrt() * self.t):
                 parameter = self.point.parameters[block.place]
                 largest[parameter] = max(largest.get(parameter, 0.0), float(angles.max()))

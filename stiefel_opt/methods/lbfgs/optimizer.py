@@ -331,7 +331,8 @@ def _loadable(state_dict: Any, optimizer: StiefelLBFGS) -> dict[str, Any]:
         return loaded
     earlier = saved.get("readings", [None] * len(readings))
     for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
-        before, ndim = other and Stiefel.from_dict(other), parameter.ndim
+        before = None if other is None else Stiefel.from_dict(other)
+        ndim = parameter.ndim
         if current != before and not (current and before and current.on(ndim) == before.on(ndim)):
             called = f"reading of {optimizer.names_of([parameter])[0]}"
             remedy = "constrain it as it was when the checkpoint was written"

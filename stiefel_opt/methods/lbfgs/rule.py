@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics import exponential, gram, own_gram, plus_identity, skew, sym
+from stiefel_opt.numerics import cross_gram, exponential, gram, plus_identity, skew, sym
 
 # Where the symmetric part of E'X has an eigenvalue below it, E is too far to serve as reference.
 FARTHEST_REFERENCE = -0.5
@@ -61,9 +61,9 @@ def curve(point: Tensor, tangent: Tensor) -> Curve:
 
     Note: Three products of n x m by m x m and one symmetric eigendecomposition of m x m.
     """
-    product = gram(point, tangent)
+    product = cross_gram(point, tangent)
     normal = tangent - point @ product
-    values, axes = torch.linalg.eigh(own_gram(normal))
+    values, axes = torch.linalg.eigh(gram(normal))
     return Curve(point, skew(product), normal, values.clamp(min=0.0), axes)
 
 
@@ -92,7 +92,7 @@ def along(path: Curve, t: float | Tensor) -> tuple[Tensor, Tensor]:
     rotation = exponential((t.unsqueeze(-1) if isinstance(t, Tensor) else t) * path.turn)
     within, across = cosine @ rotation, sine @ rotation
     moved = path.point @ within + path.normal @ across
-    moved = 1.5 * moved - moved @ (0.5 * own_gram(moved))
+    moved = 1.5 * moved - moved @ (0.5 * gram(moved))
     velocity = path.point @ (within @ path.turn - pull @ rotation)
     velocity += path.normal @ (within + across @ path.turn)
     still = ~(path.turn.abs().amax((-2, -1), keepdim=True) + path.values[..., -1:, None] > 0)
@@ -111,7 +111,7 @@ def frame(point: Tensor, reference: Tensor) -> Frame:
     """Return the frame at X = ``point`` with respect to E = ``reference``, both ``(k, n, m)``."""
     if point.size(-2) == point.size(-1):
         return Frame(point, None, None)
-    return Frame(point, point + reference, plus_identity(gram(point, reference)))
+    return Frame(point, point + reference, plus_identity(cross_gram(point, reference)))
 
 
 def is_ill_conditioned(at: Frame) -> bool:
@@ -128,7 +128,7 @@ def coordinates(at: Frame, vector: Tensor) -> Tensor:
 
     Note: Four products of n x m by m x m and one LU solve of m x m.
     """
-    within = gram(at.point, vector)
+    within = cross_gram(at.point, vector)
     if at.tall is None or at.small is None:
         return within * math.sqrt(0.5)
     return _turned(
@@ -138,7 +138,7 @@ def coordinates(at: Frame, vector: Tensor) -> Tensor:
 
 def coordinates_of_gradient(at: Frame, grad: Tensor) -> Tensor:
     """Return those of the gradient X (X'G - G'X) + (I - XX') G, where G is the Euclidean one."""
-    product = gram(at.point, grad)
+    product = cross_gram(at.point, grad)
     within = (product - product.mH) * math.sqrt(0.5)
     if at.tall is None or at.small is None:
         return within
@@ -149,14 +149,14 @@ def from_coordinates(at: Frame, vector: Tensor) -> Tensor:
     """Return the tangent vectors at X whose :func:`coordinates` are given."""
     if at.tall is None or at.small is None:
         return torch.bmm(at.point, math.sqrt(2.0) * vector)
-    solved = torch.linalg.solve_ex(at.small, gram(at.tall, vector)).result
+    solved = torch.linalg.solve_ex(at.small, cross_gram(at.tall, vector)).result
     vector = torch.baddbmm(vector, at.tall, solved, beta=-1)
-    return vector.baddbmm_(at.point, gram(at.point, vector), alpha=math.sqrt(2.0) - 1)
+    return vector.baddbmm_(at.point, cross_gram(at.point, vector), alpha=math.sqrt(2.0) - 1)
 
 
 def _turned(tall: Tensor, small: Tensor, vector: Tensor) -> Tensor:
     """Return F v of a frame of tall matrices."""
-    solved = torch.linalg.solve_ex(small.mH, gram(tall, vector)).result
+    solved = torch.linalg.solve_ex(small.mH, cross_gram(tall, vector)).result
     return torch.baddbmm(vector, tall, solved, beta=-1)
 
 

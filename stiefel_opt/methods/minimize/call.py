@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stiefel_opt.errors import check_count, check_flag, check_range, fail
+from stiefel_opt.errors import ProgressBar, check_count, check_flag, check_range, fail
 from stiefel_opt.methods.minimize.descent import Descent, Loss, Minimum, Options
 from stiefel_opt.methods.minimize.form import Form
 from stiefel_opt.methods.minimize.product import Product
@@ -82,13 +81,11 @@ def minimize(
     each = torch.finfo(form.dtype).eps ** 0.5 if tolerance is None else tolerance
     batches = [drawn] if batched_loss else [[own] for own in drawn]
     results: list[Minimum] = []
-    bar = importlib.import_module("tqdm").tqdm(unit="evaluation") if progress else None
-    for batch in batches:
-        product = Product(form, [torch.stack(column) for column in zip(*batch, strict=True)])
-        options = Options(loss, batched_loss, each, max_evaluations, callback, bar)
-        results += Descent(product, options).results(generator)
-    if bar is not None:
-        bar.close()
+    with ProgressBar(None, progress, unit="evaluation") as bar:
+        for batch in batches:
+            product = Product(form, [torch.stack(column) for column in zip(*batch, strict=True)])
+            options = Options(loss, batched_loss, each, max_evaluations, callback, bar)
+            results += Descent(product, options).results(generator)
     best = min(results, key=lambda result: math.inf if math.isnan(result.fun) else result.fun)
     return replace(
         best,

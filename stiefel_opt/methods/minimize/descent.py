@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import ProgressBar, fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.methods.minimize.bracket import Bracket
 from stiefel_opt.methods.minimize.pairs import Pairs
 from stiefel_opt.methods.minimize.product import Path, Product
-from stiefel_opt.numerics import exact_products, project_tangent
+from stiefel_opt.numerics import exact_products, tangent_part
 
 Loss = Callable[[Any], Tensor]
 
@@ -64,7 +64,7 @@ class Options(NamedTuple):
     tolerance: float
     most: int
     callback: Callable[[Minimum], object] | None
-    bar: Any
+    bar: ProgressBar
 
 
 class Descent:
@@ -252,8 +252,7 @@ class Descent:
             max(old, new) if new < math.inf else old
             for old, new in zip(self._largest, largest, strict=True)
         ]
-        if options.bar is not None:
-            options.bar.update(1)
+        options.bar.update()
 
     def _active(self) -> list[int]:
         return [index for index, message in enumerate(self._messages) if not message]
@@ -309,4 +308,4 @@ def _checked(values: Any, options: Options, product: Product) -> Tensor:
 
 
 def _tangent_coordinates(at: lbfgs.Frame, vector: Tensor) -> Tensor:
-    return lbfgs.coordinates(at, project_tangent(at.point, vector))
+    return lbfgs.coordinates(at, tangent_part(at.point, vector))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.methods.minimize.form import Form
-from stiefel_opt.numerics import newton_schulz, own_gram
+from stiefel_opt.numerics import gram, newton_schulz
 from stiefel_opt.tags import Stiefel
 
 # |X - E|_F from which another reference serves better: half of its square is at least 1 minus the
@@ -183,7 +183,7 @@ class Path:
             each = len(point) // len(t)
             times = t if len(t) == 1 or each == 1 else t.repeat_interleave(each)
             moved = torch.addcmul(point, tangent, times.view(-1, 1, 1))
-            values, axes = torch.linalg.eigh(own_gram(moved))
+            values, axes = torch.linalg.eigh(gram(moved))
             root = torch.bmm(axes * values.rsqrt().unsqueeze(1), axes.mH)
             points.append(torch.bmm(moved, root))
         tensors = [
