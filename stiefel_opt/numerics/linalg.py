@@ -260,7 +260,7 @@ class Packed(dict[str, Tensor]):
         parts = {}
         for name, part in self.items():
             offset = int(part.storage_offset()) - begin
-            if 0 <= offset < room.numel():
+            if 0 <= offset <= room.numel() - part.numel():  # a part may be empty
                 parts[name] = room.as_strided(part.size(), part.stride(), offset)
         made = Packed(room, parts, is_kept=self._is_kept)
         if self._is_kept:

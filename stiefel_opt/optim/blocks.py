@@ -171,7 +171,9 @@ class Stack:
         count = len(self.blocks) * self.each
         if self._flat is None or rows != slice(0, count):
             return state
-        if self.on_cpu and self._flat.numel() > _FEW_ON_CPU:
+        # processes that share rows must round alike, however many each has
+        is_small = self.sums.are_local and self._flat.numel() <= _FEW_ON_CPU
+        if self.on_cpu and not is_small:
             return state
         return Packed(self._flat, state, is_kept=self.on_cpu)
 
