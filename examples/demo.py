@@ -161,7 +161,7 @@ def plot(errors: dict[str, list[list[float]]], path: Path) -> None:
     axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
     axis.minorticks_off()
     limits = axis.get_ylim()  # of the data: ticks beyond them would widen the axis
-    ticks = (2, 5, 10, 20, 50, 100)
+    ticks = (1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100)
     axis.set_yticks(ticks, [str(tick) for tick in ticks])
     axis.set_ylim(limits)
     axis.set_title("A vision transformer of 1,200 digits")

@@ -87,7 +87,7 @@ def use() -> list[tuple[str, str, str]]:
             "a training loop with Adam or SGD",
             "`so.constrain(layer, learn_scale=True)`, `so.StiefelAdam`",
             f"a perceptron, MNIST: [{ratio_of('perceptron, MNIST')} of the test loss]"
-            "(docs/choosing.md#should-i-constrain-it)",
+            "(docs/choosing.md#should-i-constrain-it) of AdamW or NAdam",
         ),
         (
             "a transformer (torch, timm, transformers)",

@@ -103,8 +103,7 @@ def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     if of_torch:
         check_plain_rule(state, groups, torch_rule, optimizer.rule)
     check_saved_readings(known, groups)
-    legacy = {} if of_torch else optimizer._legacy_defaults  # torch's lacks our options
-    complete_options(groups, known, optimizer.defaults, legacy)
+    complete_options(groups, known, optimizer.defaults)
     if of_torch:
         state = without_plain(state, known, groups)
     for group, saved in zip(known, groups, strict=False):
@@ -330,16 +329,13 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor)
     return math.isclose(current.scale, earlier.scale, rel_tol=rounding)
 
 
-def complete_options(
-    saved_groups: list[Group], groups: list[Group], names: Iterable[str], before: Group
-) -> None:
-    """Give saved groups the options that they lack, from ``before`` or as they are now."""
+def complete_options(saved_groups: list[Group], groups: list[Group], names: Iterable[str]) -> None:
+    """Give saved groups the options that they lack, as they are now."""
     for group, saved in zip(groups, saved_groups, strict=False):
         saved["stiefel"] = group["stiefel"]
         saved["cuda_graph"] = group["cuda_graph"]  # of this machine, not of a training
-        earlier = {**group, **before}
         for name in names:
-            saved.setdefault(name, earlier[name])
+            saved.setdefault(name, group[name])
 
 
 def _saved_readings(saved: Group) -> list[Any]:

@@ -37,7 +37,7 @@ class Dims(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stiefel:
     r"""How a tensor is read as a batch of matrices on the Stiefel manifold.
 
@@ -123,8 +123,16 @@ class Stiefel:
 
         Fields at their default are left out.
         """
+        return {name: _as_list(value) for name, value in self._said()}
+
+    @override
+    def __repr__(self) -> str:
+        return f"Stiefel({', '.join(f'{name}={value!r}' for name, value in self._said())})"
+
+    def _said(self) -> list[tuple[str, Any]]:
+        """Return names and values of the fields that differ from their default."""
         values = [(each, getattr(self, each.name)) for each in fields(self)]
-        return {each.name: _as_list(value) for each, value in values if value != each.default}
+        return [(each.name, value) for each, value in values if value != each.default]
 
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:

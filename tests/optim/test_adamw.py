@@ -28,6 +28,7 @@ def test_defaults_are_those_of_torch() -> None:
     ours = inspect.signature(so.StiefelAdamW).parameters
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default, name
+    assert inspect.signature(so.StiefelSGD).parameters["momentum"].default == 0.9  # torch: 0
 
 
 def test_constrained_weights_move_as_by_stiefel_adam() -> None:

@@ -124,6 +124,8 @@ def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
         everything = {field.name: getattr(reading, field.name) for field in fields(Stiefel)}
         assert set(data) == {key for key in everything if everything[key] != getattr(default, key)}
         assert Stiefel.from_dict(everything) == reading == Stiefel(**data)
+        assert eval(repr(reading)) == reading
+        assert repr(reading).count("=") == len(data)
     assert Stiefel().as_dict() == {}
 
 
@@ -248,7 +250,11 @@ def test_manifold_parameter_is_a_parameter_with_a_tag():
     assert so.ManifoldParameter(data).requires_grad
     assert so.ManifoldParameter(parameter).data_ptr() == data.data_ptr()
     assert so.ManifoldParameter(nn.Parameter(data)).is_leaf
-    assert "heads=2" in repr(parameter)
+    text = repr(parameter)
+    assert text.count("arameter") == 1
+    assert "heads=2" in text
+    assert "tensor([[" in text
+    assert "requires_grad=True" in repr(so.ManifoldParameter(data))
     assert type(parameter.detach()) is torch.Tensor
     assert type(parameter * 2) is torch.Tensor
     module = nn.Module()

@@ -109,7 +109,8 @@ def test_repr_shows_options_as_torch_does(name):
     shown = repr(opt)
     for group in opt.param_groups:
         group |= opt.resolved(group)
-        group["stiefel"] = "by tags" if group["stiefel"] is None else group["stiefel"]
+        key = group["stiefel"]
+        group["stiefel"] = "by tags" if key is None else so.Stiefel.from_dict(key)
     assert shown.startswith(torch.optim.Optimizer.__repr__(opt))
 
 
