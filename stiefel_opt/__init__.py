@@ -11,19 +11,13 @@ import typing as _typing
 from stiefel_opt import errors, functional, numerics, optim, tags
 from stiefel_opt.optim import StiefelAdam, StiefelAdamW, StiefelSGD
 from stiefel_opt.tags.between import distance, exp, interpolate, log, mean
-from stiefel_opt.tags.constraints import (
-    LostTagWarning,
-    constrain,
-    param_groups,
-    project_,
-    release,
-    retag,
-)
+from stiefel_opt.tags.constraints import constrain, param_groups, project_, release, retag
 from stiefel_opt.tags.foreign import trust
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_, polar, project_tangent, random_point, retract
 from stiefel_opt.tags.report import orthonormality_error, report
+from stiefel_opt.tags.watch import LostTagWarning
 
 if _typing.TYPE_CHECKING:
     from stiefel_opt import compat, methods, nn, ot, parametrizations, rotations, tools

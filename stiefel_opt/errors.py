@@ -178,6 +178,12 @@ def type_name(value: object) -> str:
     return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
 
 
+def classes_of(value: object, package: str) -> set[str]:
+    """Return the names of the classes of a package from which the type of ``value`` derives."""
+    bases = type(value).__mro__
+    return {kind.__name__ for kind in bases if kind.__module__.partition(".")[0] == package}
+
+
 def check_optimizer(value: object, remedy: str) -> Optimizer:
     """Return what a caller's factory made, or raise."""
     if not isinstance(value, Optimizer):
@@ -204,7 +210,7 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
         remedy = "remove that (torch.nn.utils.parametrize.remove_parametrizations, so.release)"
         if isinstance(last, parametrizations._Orthogonal):
             remedy = "call so.from_torch_orthogonal(model)"
-        elif any(kind.__module__.startswith("geotorch.") for kind in type(last).__mro__):
+        elif classes_of(last, "geotorch"):
             remedy = "call so.from_geotorch(model)"
         raise ValueError(fail(name, "be an unconstrained parameter", given, remedy))
     if owner is None or parameter is None:

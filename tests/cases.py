@@ -163,6 +163,47 @@ READING_CASES = [
     *of_clients("READING_CASES"),
 ]
 
+# Options of plain parameters, and of rows that a reading leaves plain, which torch has, too.
+PLAIN_SGD: list[dict[str, Any]] = [
+    {"momentum": 0.0},
+    {"momentum": 0.0, "dampening": 0.4, "weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.8, "dampening": 0.4},
+    {"momentum": 0.9, "maximize": True, "foreach": True},
+    {"momentum": 0.9, "foreach": False, "weight_decay": 0.1},
+    {"momentum": 0.9, "fused": True, "nesterov": True},
+    {"momentum": 0.9, "lr": torch.tensor(0.02), "foreach": False},
+]
+PLAIN_ADAM: list[dict[str, Any]] = [
+    {},
+    {"betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.1},
+    {"amsgrad": True},
+    {"amsgrad": True, "maximize": True, "foreach": False},
+    {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    {"maximize": True},
+    {"foreach": True, "weight_decay": 0.1},
+    {"fused": True, "amsgrad": True},
+    {"lr": torch.tensor(0.02), "foreach": False},
+]
+PLAIN_ADAMW: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.05, "weight_decay": 0.3},
+    {"betas": (0.5, 0.7), "eps": 1e-4, "amsgrad": True, "maximize": True},
+    {"weight_decay": 0.0, "foreach": False},
+    {"fused": True},
+]
+PLAIN: list[tuple[Any, Any, dict[str, Any]]] = [
+    *((so.StiefelSGD, torch.optim.SGD, options) for options in PLAIN_SGD),
+    *((so.StiefelAdam, torch.optim.Adam, options) for options in PLAIN_ADAM),
+    *((so.StiefelAdamW, torch.optim.AdamW, options) for options in PLAIN_ADAMW),
+    *(
+        (so.StiefelAdam, torch.optim.AdamW, {"weight_decay": 0.01, **options})
+        for options in PLAIN_ADAMW[:1]
+    ),
+    *(row for client in CLIENTS for row in client.PLAIN),
+]
+
 VARIANTS = [
     OptimizerCase("sgd-momentumless", "sgd", {"momentum": 0.0}),
     OptimizerCase("sgd-momentumless-dampened", "sgd", {"momentum": 0.0, "dampening": 0.4}),

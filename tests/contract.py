@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from optimizers import CLIENTS
+from optimizers import OF_CORE
 from optimizers import OPTIMIZERS as OPTIMIZERS
 from optimizers import PUBLISHED as PUBLISHED
 from optimizers import RULES as RULES
@@ -31,22 +32,38 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_rule = pytest.mark.parametrize("name", RULES)
 
 
+def of_clients(test: Any, count: int = 1) -> list[str]:
+    """As many rules of clients, if there are any: others for each law, by its name."""
+    names = [name for name in RULES if name not in OF_CORE and not TABLE[name].searches]
+    first = zlib.crc32(test.__name__.encode())
+    return [names[(first + index) % len(names)] for index in range(count)] if names else []
+
+
+def tried_with(*names: str) -> Callable[[Any], Any]:
+    """Try a law of the one base class with these rules of the core, and with one of a client."""
+
+    def mark(test: Any) -> Any:
+        return pytest.mark.parametrize("name", [*names, *of_clients(test)])(test)
+
+    return mark
+
+
 def on_machines(**rules: str) -> Callable[[Any], Any]:
     """Try a law of the one base class with other optimizers on each machine of `conftest.py`.
 
-    ``on_machines(cpu="sgd adam", compiled="rgd")`` runs the test with ``name="sgd"`` on the CPU...
-    Tracing takes seconds: ``slowly_compiled="rgd"`` is marked slow.
+    ``on_machines(cpu="sgd", compiled="adam")`` runs the test with ``name="sgd"`` on the CPU, ...
+    Each machine but the compiled ones tries a rule of a client, too. Tracing takes seconds:
+    ``slowly_compiled="adam"`` is marked slow.
     """
-    rows = []
-    for machine, names in rules.items():
-        marks = [pytest.mark.slow] if machine.startswith("slowly_") else []
-        for name in names.split():
-            if name not in OPTIMIZERS:
-                assert not CLIENTS, name  # that of a client whose package is not there
-                continue
-            rows.append(pytest.param(name, machine.removeprefix("slowly_"), marks=marks))
 
     def mark(test: Any) -> Any:
+        rows, others = [], of_clients(test, 2)
+        for machine, names in rules.items():
+            marks = [pytest.mark.slow] if machine.startswith("slowly_") else []
+            chosen = [*names.split(), *([] if "compiled" in machine else others[:1])]
+            others = others[1:]
+            machine = machine.removeprefix("slowly_")
+            rows += [pytest.param(name, machine, marks=marks) for name in chosen]
         parametrized = pytest.mark.parametrize(("name", "machine"), rows, indirect=["machine"])
         return pytest.mark.usefixtures("machine")(parametrized(test))
 
@@ -164,3 +181,19 @@ def assert_same_training(left: Any, right: Any) -> None:
             assert_same(p.detach(), q.detach(), name)
             mine, theirs = dict(opt.state.get(p, {})), dict(other_opt.state.get(q, {}))
             assert_same(dict(sorted(mine.items())), dict(sorted(theirs.items())), name)
+
+
+def grads(parameter: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def stepped(name: str, weight: Any, steps: int, first: int = 0, **options: Any) -> Any:
+    return go_on(optimizer(name, [weight], **options), weight, first, first + steps)
+
+
+def go_on(opt: Any, weight: Any, first: int, last: int) -> Any:
+    for step in range(first, last):
+        weight.grad = grads(weight, step)
+        opt.step()
+    return opt

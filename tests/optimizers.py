@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Rule:
     angle: dict[str, Any] = field(default_factory=dict)  # any of them makes lr an angle
     lr_is_angle: bool = False  # always
     follows_slope: bool = False  # momentum and length of a step are chosen
+    remembers: bool = False  # keeps a momentum of 0, too
 
     @property
     def rounding(self) -> float:
@@ -66,6 +68,11 @@ class Rule:
     def of_torch(self) -> bool:
         """Plain parameters follow torch, with its options, its kernels and its checkpoints."""
         return str(self.plain.__module__).startswith("torch.optim")
+
+    @property
+    def may_forget(self) -> bool:
+        """It has a momentum, which is not kept where it is 0."""
+        return "momentum" in inspect.signature(self.optimizer).parameters and not self.remembers
 
     @property
     def proportional(self) -> bool:
@@ -137,9 +144,12 @@ def rows_of_clients() -> list[Any]:
     return [importlib.import_module(name) for name in present]
 
 
+OF_CORE = frozenset(TABLE)
 CLIENTS = rows_of_clients()
 PUBLISHED: dict[str, Rule] = {}  # beside the table of the generic tests: they blow up early
+BY_CLOSURE: dict[str, Any] = {"sgd": lambda params: so.StiefelSGD(params, lr=0.1)}
 for client in CLIENTS:
+    BY_CLOSURE |= client.BY_CLOSURE
     TABLE.update(client.TABLE)
     PUBLISHED.update(client.BESIDE)
 OPTIMIZERS = {name: (rule.optimizer, {"lr": 0.05, **rule.options}) for name, rule in TABLE.items()}

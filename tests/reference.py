@@ -41,12 +41,6 @@ def rot(skew: Matrix) -> Matrix:
     return (identity + skew) @ inverse_root(identity - skew @ skew)
 
 
-def cayley(skew: Matrix) -> Matrix:
-    """(I - K/2)^(-1)(I + K/2)."""
-    identity = np.eye(len(skew))
-    return np.linalg.solve(identity - skew / 2, identity + skew / 2)
-
-
 def expm(skew: Matrix) -> Matrix:
     """exp(K) = V exp(-i w) V* from the eigenvalues w of the Hermitian matrix iK."""
     values, vectors = np.linalg.eigh(1j * skew)
@@ -80,7 +74,6 @@ class StiefelReference:
         maximize: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str | None = None,
     ) -> None:
         self.X = np.array(point)
         self.n, self.m = self.X.shape
@@ -92,8 +85,6 @@ class StiefelReference:
         self.a = METRICS[metric] if isinstance(metric, str) else metric
         self.b = self.a / (self.a - 1)
         self.transport = transport
-        # isometric and projected flows turn by rot alone
-        self.rotation = rotation or ("euler" if transport == "published" else "polar")
 
     def split_gradient(self, grad: Matrix) -> tuple[Matrix, Matrix, Matrix]:
         """The projected point with f = (1-b)/2 (X'G - G'X) and g = (I - XX')G at that point."""
@@ -108,41 +99,23 @@ class StiefelReference:
         """phi_2 without its gradient: the decayed U, turned by the skew momentum."""
         if mu == 0:
             return np.zeros_like(self.U)
-        if self.transport == "published":
-            kappa = (3 * self.a - 2) / 2
-            return mu * self.U + kappa * self.lr * self.U @ skew
         kappa = 2 * self.a - 1
         K = kappa * self.lr * skew
         return mu * self.U @ rot(cut(K) * K)
-
-    def turn(self, X: Matrix, skew: Matrix, eta: float) -> Matrix:
-        """phi_1: X turned by eta Z."""
-        K = eta * skew
-        if self.rotation == "cayley":
-            return X @ cayley(K)
-        if self.rotation == "expm":
-            return X @ expm(K)
-        if self.rotation == "euler":
-            return X + X @ K
-        return X @ rot(K)
 
     def move(
         self, X: Matrix, U: Matrix, skew: Matrix, V: Matrix, Z: Matrix
     ) -> tuple[Matrix, Matrix]:
         """phi_1 along `skew` and phi_3 along V; returns the carried momenta U and Z."""
         eta = self.lr
-        if self.transport != "published":
-            eta *= cut(eta * skew, *([eta * V] if self.n > self.m else []))
-        Xh = self.turn(X, skew, eta)
+        eta *= cut(eta * skew, *([eta * V] if self.n > self.m else []))
+        Xh = X @ rot(eta * skew)
         if self.transport == "projected":  # X Z onto the tangent space at X D: its skew part there
             carried = (X.conj().T @ Xh).conj().T @ Z
             Z = (carried - carried.conj().T) / 2
         if self.n == self.m:
             self.X = polar_factor(Xh)
             return self.U, Z
-        if self.transport == "published":
-            self.X = polar_factor(Xh + eta * V @ (Xh.conj().T @ Xh))
-            return U - eta * Xh @ (V.conj().T @ U), Z
         W = V.conj().T @ V
         identity = np.eye(self.m)
         R = inverse_root(identity + eta**2 * W)
@@ -157,7 +130,7 @@ class StiefelReference:
 
 
 class SGDReference(StiefelReference):
-    """Momentum SGD; momentum, dampening and Nesterov as in `torch.optim.SGD`; or adaptive."""
+    """Momentum SGD; momentum, dampening and Nesterov as in `torch.optim.SGD`."""
 
     def __init__(
         self,
@@ -166,18 +139,16 @@ class SGDReference(StiefelReference):
         momentum: float = 0.9,
         dampening: float = 0.0,
         nesterov: bool = False,
-        adaptive: bool = False,
         **options,
     ) -> None:
         super().__init__(point, **options)
-        self.adaptive, self.largest_lr, self.slope, self.factor = adaptive, self.lr, 0.0, 1.0
         self.momentum = momentum
         self.dampening = dampening
         self.nesterov = nesterov
 
     def step(self, grad: Matrix) -> None:
         X, f, g = self.split_gradient(grad)
-        mu = self.friction(f, g) if self.adaptive else self.momentum
+        mu = self.friction(f, g)
         if self.steps > 0 and mu != 0:
             f, g = (1 - self.dampening) * f, (1 - self.dampening) * g
         U = self.couple(mu, self.Z) - g
@@ -188,30 +159,15 @@ class SGDReference(StiefelReference):
             self.U, self.Z = self.move(X, U, Z, U, Z)
         self.steps += 1
 
-    def friction(self, f: Matrix, g: Matrix) -> float:
-        """Dai and Yuan's factor where it is less than the momentum; sets the learning rate."""
-
-        def inner(Z: Matrix, U: Matrix) -> float:
-            return float(((1 - self.a) * (f.conj() * Z).sum() + (g.conj() * U).sum()).real)
-
-        b, s = inner(f, g), inner(self.Z, self.U)
-        if self.steps == 0:
-            self.lr = self.largest_lr * np.sqrt(self.m / b)
-        ratio, mu, self.slope = followed(self.slope, b, s, self.momentum)
-        self.factor, self.lr = self.factor * ratio, self.lr * ratio
-        return mu
-
-
-def followed(w: float, b: float, s: float, momentum: float) -> tuple[float, float, float]:
-    """What the step's length is multiplied by, mu, and -<F, v> of the new v; w was the last."""
-    if w == 0:
-        return 1.0, momentum, b - momentum * s
-    mu = min(momentum, b / (w + s)) if w + s > 0 else momentum
-    return float(np.exp(0.2 * min(max(-s / w, -0.7), 0.7))), mu, b - mu * s
+    def friction(self, f: Matrix, g: Matrix) -> float:  # noqa: ARG002
+        return self.momentum
 
 
 class AdamReference(StiefelReference):
     """Adam with elementwise second moments p of f and q of g."""
+
+    default_radius: str | float = "virtual"
+    is_nesterov = True
 
     def __init__(
         self,
@@ -223,18 +179,15 @@ class AdamReference(StiefelReference):
         nesterov: bool | None = None,
         radius: str | float | None = None,
         decay: float = 0.0,
-        adaptive: bool = False,
         **options,
     ) -> None:
         super().__init__(point, **options)
         self.nominal_lr, self.squared_radius, self.decay = self.lr, 1.0, decay
-        is_default = self.transport != "published" and not adaptive
-        self.radius = radius or ("virtual" if is_default else 1.0)
+        self.radius = radius or self.default_radius
         self.betas = betas
-        self.adaptive, self.slope, self.factor = adaptive, 0.0, 1.0
         self.eps = eps
         self.amsgrad = amsgrad
-        self.nesterov = is_default if nesterov is None else nesterov
+        self.nesterov = self.is_nesterov if nesterov is None else nesterov
         self.p, self.p_max = np.zeros(self.Z.shape), np.zeros(self.Z.shape)
         self.q, self.q_max = np.zeros(self.U.shape), np.zeros(self.U.shape)
 
@@ -249,28 +202,22 @@ class AdamReference(StiefelReference):
             return np.zeros_like(first)
         c1, c2 = 1 - self.betas[0] ** (steps + ahead), 1 - self.betas[1] ** steps
         quotient = divide(first / c1, np.sqrt(second / c2) + self.eps)
-        if self.transport == "published":
-            return quotient
+        return self.limited(quotient, steps, np.sqrt(c2) / c1, ahead)
+
+    def limited(self, quotient: Matrix, steps: int, corrected: float, ahead: bool) -> Matrix:
         # Cauchy and Schwarz: the mean of `steps` numbers beside their mean square
         terms = sum((self.betas[0] ** 2 / self.betas[1]) ** s for s in range(steps))
         largest = (1 - self.betas[0]) * np.sqrt(terms / (1 - self.betas[1]))
         if ahead:
             largest = self.betas[0] * largest + (1 - self.betas[0]) / np.sqrt(1 - self.betas[1])
-        largest *= np.sqrt(c2) / c1
+        largest *= corrected
         return quotient * divide(np.minimum(np.abs(quotient), largest), np.abs(quotient))
 
     def step(self, grad: Matrix) -> None:
         X, f, g = self.split_gradient(grad)
         beta1 = self.betas[0]
         self.set_lr()
-        if self.adaptive:
-            self.adaptive_step(X, f, g)
-            return
-        if self.transport == "published":
-            coupling = self.Z
-        else:
-            coupling = self.precondition(self.Z, self.p_max if self.amsgrad else self.p, self.steps)
-        U = self.couple(beta1, coupling) - (1 - beta1) * g
+        U = self.couple(beta1, self.coupling()) - (1 - beta1) * g
         Z = beta1 * self.Z - (1 - beta1) * f
         p, q = self.second_moments(f, g)
 
@@ -282,26 +229,9 @@ class AdamReference(StiefelReference):
         V = direction - X @ (X.conj().T @ direction)
         self.U, self.Z = self.move(X, U, turn, V, Z)
 
-    def adaptive_step(self, X: Matrix, f: Matrix, g: Matrix) -> None:
-        """Momentum of divided forces; its friction and length follow the slope."""
-        p, q = self.second_moments(f, g)
-        beta1, beta2 = self.betas
-        c2 = 1 - beta2**self.steps
-        turn = divide(f, np.sqrt(p / c2) + self.eps)
-        V = divide(g, np.sqrt(q / c2) + self.eps)
-        V = V - X @ (X.conj().T @ V)
-
-        def inner(Z: Matrix, U: Matrix) -> float:
-            return float(((1 - self.a) * (f.conj() * Z).sum() + (g.conj() * U).sum()).real)
-
-        ratio, mu, self.slope = followed(self.slope, inner(turn, V), inner(self.Z, self.U), beta1)
-        self.factor *= ratio
-        self.lr *= self.factor * (1 - beta1) / (1 - beta1 ** (self.steps + self.nesterov))
-        U, Z = self.couple(mu, self.Z) - V, mu * self.Z - turn
-        if self.nesterov:
-            self.U, self.Z = self.move(X, U, mu * Z - turn, mu * U - V, Z)
-        else:
-            self.U, self.Z = self.move(X, U, Z, U, Z)
+    def coupling(self) -> Matrix:
+        """The skew matrix by which U is turned."""
+        return self.precondition(self.Z, self.p_max if self.amsgrad else self.p, self.steps)
 
     def set_lr(self) -> None:
         """Divide the learning rate by the radius."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.numerics.device import NO_HINT, Hint, Reader, finest_dtype, numbers_on
+from stiefel_opt.numerics.device import NO_HINT, Hint, Numbers, Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
@@ -290,10 +290,10 @@ def _bounds(
     if reader.is_exact:
         reader.is_lost |= not bool((rows < math.inf).all())
         sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
-        known = reader.numbers(("length",), sizes, (1.0,))[0] ** 0.5
+        known = reader.numbers(Numbers(("length",), sizes, (1.0,)))[0] ** 0.5
         return rows, min(max(known, _LEAST), _MOST)
     hint = Hint((_SHORT / _MARGIN) ** 2 * units[0], 4 if isinstance(lr, Tensor) else 0)
-    known = reader.numbers(tuple(names), rows, tuple(units), (hint,))[0] ** 0.5 * share
+    known = reader.numbers(Numbers(tuple(names), rows, tuple(units), (hint,)))[0] ** 0.5 * share
     return rows, min(max(_MARGIN * known, _SHORT), _MOST)
 
 
@@ -395,14 +395,9 @@ class _PrefixedReader(Reader):
         return self._reader.number("coupling " + name, value, hint)
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
-        return self._reader.numbers(tuple("coupling " + n for n in names), rows, units, hints)
+    def numbers(self, asked: Numbers) -> Sequence[float]:
+        names = tuple("coupling " + name for name in asked.names)
+        return self._reader.numbers(asked._replace(names=names))
 
 
 def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _MOST) -> float:

@@ -59,6 +59,7 @@ from stiefel_opt.numerics import (
     LOCAL_SUMS,
     NO_HINT,
     Hint,
+    Numbers,
     Reader,
     Sums,
     add_product_,
@@ -217,15 +218,9 @@ class _FarReader(Reader):
         return 16.0 * self._reader.number(name, value, hint._replace(least=hint.least / 16.0))
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
-        hints = [hint._replace(least=hint.least / 256.0) for hint in hints]
-        known = self._reader.numbers(names, rows, units, hints)
+    def numbers(self, asked: Numbers) -> Sequence[float]:
+        hints = tuple(hint._replace(least=hint.least / 256.0) for hint in asked.hints)
+        known = self._reader.numbers(asked._replace(hints=hints))
         return [256.0 * number for number in known]  # squares
 
 

@@ -239,10 +239,10 @@ def muon(
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
     reader = reader or reader_for(X)
-    if type(reader) is Fixed:  # D grows with what an unseen write to X has left
+    reads, is_blind = reader.is_exact, type(reader) is Fixed
+    if is_blind:  # D grows with what an unseen write to X has left
         (own,) = sums((X, X))
         X = add_product(X, X, _correction_of(own))
-    reads = reader.is_exact
     solved = _solve(X, M, accuracy, sums, reads)
     new = {} if B is None else {AMBIENT: torch.where(solved.finite, buffer, B)}
     step, limit = _step_of(lr, solved.length)
@@ -253,7 +253,14 @@ def muon(
     difference = roots(length.squares, limit, reads=reads).difference
     if solved.along is None:
         return _turned(X, solved, step, difference, limit), new, length
-    return _moved(X, solved, solved.along, step, difference, sums, reader), new, length
+    dtype = _tall_dtype(X, solved, reads)
+    new_X = _moved(X, solved, solved.along, step, difference, dtype)
+    # behind a step that reads nothing rounding is removed anyway, what there is of it in float32
+    unread = X.real.dtype == torch.float64 or not is_blind
+    if _is_rough(X, solved, step) if reads else unread:
+        (own,) = sums((new_X, new_X))
+        new_X = add_product(new_X, new_X, _correction_of(own))
+    return new_X, new, length
 
 
 def _moved(
@@ -262,11 +269,9 @@ def _moved(
     along: Tensor,
     step: Scalar,
     difference: Tensor,
-    sums: Sums,
-    reader: Reader,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return (X c - eta (X w + M a)) (I + difference) of a tall matrix X."""
-    dtype = _tall_dtype(X, solved, reader.is_exact)
     # less X: what is added to it is small
     moved = solved.correction - solved.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
@@ -276,14 +281,7 @@ def _moved(
     along = along.baddbmm(along, difference)
     tall = X.to(dtype)
     new_X = add_product(tall, tall, within.to(dtype))
-    new_X = add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
-    is_double = X.real.dtype == torch.float64
-    # behind a step that reads nothing rounding is removed anyway, what there is of it in float32
-    unread = is_double or type(reader) is not Fixed
-    if _is_rough(X, solved, step) if reader.is_exact else unread:
-        (own,) = sums((new_X, new_X))
-        new_X = add_product(new_X, new_X, _correction_of(own))
-    return new_X
+    return add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
 
 
 def _turned(

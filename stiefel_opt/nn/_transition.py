@@ -25,11 +25,13 @@ def check_transition(transition: str | None) -> None:
 
 
 @torch.no_grad()
-def draw_uniform(weight: Tensor, generator: torch.Generator | None) -> None:
-    """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
+def draw_uniform(
+    weight: Tensor, generator: torch.Generator | None, *, as_rows: bool = True
+) -> None:
+    """Fill ``weight``, read as rows or as matrices, with uniformly distributed orthonormal ones."""
     device = weight.device if generator is None else generator.device
     dtype = working_dtype(weight.dtype)
-    shape = len(weight), weight[0].numel()
+    shape = (len(weight), weight[0].numel()) if as_rows else weight.shape
     point = random_point(*shape, generator=generator, dtype=dtype, device=device)
     weight.copy_(point.view(weight.shape))
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_choice, check_counts, check_flags, fail
+from stiefel_opt.nn._transition import draw_uniform
 from stiefel_opt.nn.isometries import check_images
-from stiefel_opt.numerics import is_compiling, no_autocast, random_point, widened, working_dtype
+from stiefel_opt.numerics import is_compiling, no_autocast, widened
 from stiefel_opt.tags import constrain
 
 NAMES: Final = ("factors", "first", "last")
@@ -103,8 +104,10 @@ class IsometricConv2d(nn.Module):
             "last": (groups, leaving, inner * stride**2 if has_last else 0),
         }
         for name, shape in shapes.items():
-            is_kept = math.prod(shape) > 0
-            value = _uniform(shape, device, dtype, generator) if is_kept else None
+            value = None
+            if math.prod(shape):
+                value = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                draw_uniform(value, generator, as_rows=False)
             self.register_parameter(name, value)
         names = [name for name, shape in shapes.items() if math.prod(shape)]
         zeros = torch.zeros(out_channels, device=device, dtype=dtype) if bias else None
@@ -271,16 +274,3 @@ def _unwrapped(grad: Tensor, pad: int) -> Tensor:
     inner[..., :pad] += rows[..., -pad:]
     inner[..., -pad:] += rows[..., :pad]
     return inner
-
-
-def _uniform(
-    shape: tuple[int, ...],
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    generator: torch.Generator | None,
-) -> nn.Parameter:
-    """Return a parameter of orthonormal matrices."""
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    where = device if generator is None else generator.device
-    drawn = random_point(*shape, generator=generator, dtype=working_dtype(dtype), device=where)
-    return nn.Parameter(drawn.to(device=device, dtype=dtype))

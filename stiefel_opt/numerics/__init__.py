@@ -3,6 +3,7 @@
 from stiefel_opt.numerics.device import NO_HINT as NO_HINT
 from stiefel_opt.numerics.device import Fixed as Fixed
 from stiefel_opt.numerics.device import Hint as Hint
+from stiefel_opt.numerics.device import Numbers as Numbers
 from stiefel_opt.numerics.device import Reader as Reader
 from stiefel_opt.numerics.device import exact_products as exact_products
 from stiefel_opt.numerics.device import finest_dtype as finest_dtype

@@ -71,6 +71,11 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu  # tests put another answer here: is_cpu itself is imported by name
 
 
+def for_device(tensor: Tensor, on_cpu: float, elsewhere: float) -> float:
+    """Return the one of two numbers that is meant for the device of a tensor."""
+    return on_cpu if is_cpu(tensor) else elsewhere
+
+
 def lives_on(tensor: Tensor, kind: str) -> bool:
     """Say whether a tensor lives on this kind of device: offloaded shards cannot be gathered."""
     return tensor.device.type == kind
@@ -218,6 +223,15 @@ class Hint(NamedTuple):
 NO_HINT: Final = Hint()
 
 
+class Numbers(NamedTuple):
+    """Rows of numbers that are asked for at once, with their names, units and hints."""
+
+    names: tuple[str, ...]
+    rows: Tensor
+    units: tuple[float, ...]
+    hints: tuple[Hint, ...] = ()
+
+
 class Reader(ABC):
     """Reads sizes of tensors, by which a step chooses how much work it does.
 
@@ -239,18 +253,12 @@ class Reader(ABC):
             hint: What the caller makes of it.
         """
 
-    def numbers(
-        self,
-        names: tuple[str, ...],  # noqa: ARG002
-        rows: Tensor,
-        units: tuple[float, ...],  # noqa: ARG002
-        hints: Sequence[Hint] = (),  # noqa: ARG002
-    ) -> Sequence[float]:
+    def numbers(self, asked: Numbers) -> Sequence[float]:
         """Return what is known of the largest finite number of each row times its unit.
 
-        They are sent by one copy, known by ``names``, and not negative; inf where there is none.
+        They are sent by one copy, and not negative; inf where there is none.
         """
-        return [math.inf] * rows.size(0)
+        return [math.inf] * asked.rows.size(0)
 
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
         """Drop a number of an earlier step that says nothing of the next one."""
@@ -273,16 +281,10 @@ class Now(Reader):
         return float(value().max())
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
+    def numbers(self, asked: Numbers) -> Sequence[float]:
         return [
             unit * max((number for number in row if number < math.inf), default=math.inf)
-            for row, unit in zip(rows.tolist(), units, strict=True)
+            for row, unit in zip(asked.rows.tolist(), asked.units, strict=True)
         ]
 
     @override
@@ -385,30 +387,25 @@ class Lagged(Reader):
 
     @override
     def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
-        return self.numbers((name,), value().reshape(1, -1), (1.0,))[0]
+        return self.numbers(Numbers((name,), value().reshape(1, -1), (1.0,)))[0]
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
-        earlier = self._rings[names].look() if names in self._rings else [math.inf] * len(names)
-        self.send(names, rows, units)
+    def numbers(self, asked: Numbers) -> Sequence[float]:
+        ring = self._rings.get(asked.names)
+        earlier = [math.inf] * len(asked.names) if ring is None else ring.look()
+        self.send(asked)
         return earlier
 
     @override
     def forget(self, name: str) -> None:
         self._rings.pop((name,), None)  # a copy to it may be on its way
 
-    def send(self, names: tuple[str, ...], rows: Tensor, units: tuple[float, ...]) -> None:
+    def send(self, asked: Numbers) -> None:
         """Begin to copy the numbers of a step."""
-        ring = self._rings.get(names)
-        if ring is None or not ring.fits(rows):
-            ring = self._rings[names] = _Ring(rows)
-        ring.send(rows, units)
+        ring = self._rings.get(asked.names)
+        if ring is None or not ring.fits(asked.rows):
+            ring = self._rings[asked.names] = _Ring(asked.rows)
+        ring.send(asked.rows, asked.units)
 
     def known(self, name: str, hint: Hint = NO_HINT) -> float:  # noqa: ARG002
         """Return the number of an earlier step; inf if there is none."""
@@ -431,21 +428,14 @@ class Planned(Lagged):
         # eager steps keep numbers of the same name in another unit
         self._prefix = "captured " if lr is None else "captured, per learning rate, "
         self._given: dict[str, tuple[Hint, float]] = {}  # answers
-        self._found: dict[tuple[str, ...], tuple[Tensor, tuple[float, ...], list[int]]] = {}
+        self._found: dict[tuple[str, ...], Numbers] = {}
         self._forgotten: set[str] = set()
 
     @override
-    def numbers(
-        self,
-        names: tuple[str, ...],
-        rows: Tensor,
-        units: tuple[float, ...],
-        hints: Sequence[Hint] = (),
-    ) -> Sequence[float]:
-        hints = [*hints, *[NO_HINT] * (len(names) - len(hints))]
-        answers = [self.known(name, hint) for name, hint in zip(names, hints, strict=True)]
-        self._found[names] = rows, units, [hint.power for hint in hints]
-        return answers
+    def numbers(self, asked: Numbers) -> Sequence[float]:
+        hints = (*asked.hints, *[NO_HINT] * (len(asked.names) - len(asked.hints)))
+        self._found[asked.names] = asked._replace(hints=hints)
+        return [self.known(name, hint) for name, hint in zip(asked.names, hints, strict=True)]
 
     @override
     def known(self, name: str, hint: Hint = NO_HINT) -> float:
@@ -479,11 +469,11 @@ class Planned(Lagged):
         self._lagged.part()  # what it keeps is of eager steps
         for name in self._forgotten:
             self._lagged.forget(self._prefix + name)
-        for names, (rows, units, powers) in self._found.items() if self._lr != 0 else ():
-            scales = tuple(
-                unit / (self._lr or 1.0) ** power for unit, power in zip(units, powers, strict=True)
-            )
-            self._lagged.send(tuple(self._prefix + name for name in names), rows, scales)
+        for asked in self._found.values() if self._lr != 0 else ():
+            pairs = zip(asked.units, asked.hints, strict=True)
+            units = tuple(unit / (self._lr or 1.0) ** hint.power for unit, hint in pairs)
+            names = tuple(self._prefix + name for name in asked.names)
+            self._lagged.send(Numbers(names, asked.rows, units))
 
     def _known(self, name: str, hint: Hint) -> float:
         number = self._lagged.known(self._prefix + name)

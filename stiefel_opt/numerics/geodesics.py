@@ -37,12 +37,7 @@ _MOST: Final = 200  # evaluations of a fixed point
 _DEPTH: Final = 10  # of its memory
 _DEEP: Final = 40  # where the map turns more than it contracts
 _TRIES: Final = 5  # starts at random, where the first one has led nowhere
-_PATH: Final = (
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-)  # beta on the way from the canonical metric to the Euclidean one
+_PATH: Final = (0.6, 0.7, 0.8, 0.9)  # beta on the way from the canonical metric to the Euclidean
 _FOUND: Final = 1e-6  # a larger residual is no solution
 _SMALL: Final = 1e-2  # square of an angle below which a series is exact to rounding
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import HALF, fail
-from stiefel_opt.numerics.device import full_precision, no_autocast
-from stiefel_opt.numerics.device import widened as widened
+from stiefel_opt.numerics.device import full_precision, no_autocast, widened
 from stiefel_opt.numerics.linalg import add_to_diagonal_, skew, solution, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stiefel_opt.numerics.device import (
     finest_dtype,
+    for_device,
     has_no_owner,
     is_compiling,
     is_cpu,
@@ -62,7 +63,7 @@ def square_norm(matrix: Tensor) -> Tensor:
 
 def frobenius_norm(matrix: Tensor) -> Tensor:
     """Return |A|_F, ``(..., 1, 1)``, to rounding: float32 adds long sums one by one on a CPU."""
-    if is_cpu(matrix) and matrix.shape[-2:].numel() > _LONG:
+    if matrix.shape[-2:].numel() > for_device(matrix, _LONG, math.inf):
         inner = -1 if matrix.stride(-1) == 1 else -2
         matrix = torch.linalg.vector_norm(matrix, dim=inner, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
@@ -116,7 +117,7 @@ def gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor
 def is_halved(columns: Tensor) -> bool:
     """Say whether only half of a symmetric product of this many columns is worth computing."""
     size = columns.size(-1)
-    return size >= BLOCKED and (size >= _BLOCKED_ELSEWHERE or is_cpu(columns))
+    return size >= BLOCKED and size >= for_device(columns, BLOCKED, _BLOCKED_ELSEWHERE)
 
 
 class Sums:
@@ -305,7 +306,7 @@ def infinity_norm(matrix: Tensor) -> Tensor:
 
     Symmetric and skew matrices only: their columns say the same.
     """
-    if matrix.size(-1) > _LARGE or not is_cpu(matrix):  # one call less; slow for short rows
+    if matrix.size(-1) > for_device(matrix, _LARGE, 0):  # one call less; slow for short rows
         rows: Tensor = torch.linalg.vector_norm(matrix, ord=1, dim=-1, keepdim=True)
         return rows.amax(dim=-2, keepdim=True)
     return matrix.abs().sum(dim=-2, keepdim=True).amax(dim=-1, keepdim=True)
@@ -391,7 +392,7 @@ def identity_for(matrix: Tensor) -> Tensor:
 
 def _is_large(matrix: Tensor) -> bool:
     size = matrix.size(-1)
-    return size > MEDIUM and (size > _KEPT_ELSEWHERE or is_cpu(matrix))
+    return size > MEDIUM and size > for_device(matrix, MEDIUM, _KEPT_ELSEWHERE)
 
 
 def _identity(matrix: Tensor) -> Tensor:

@@ -182,8 +182,6 @@ def tags_of(parameters: list[Tensor]) -> list[Any]:
 
 def restore(optimizer: StiefelOptimizer) -> None:
     """Complete options, tags and records where state has come from a copy or a checkpoint."""
-    for name, value in optimizer._legacy_defaults.items():
-        optimizer.defaults.setdefault(name, value)
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
             group.setdefault(name, value)
@@ -200,7 +198,7 @@ def drop_unfit(optimizer: StiefelOptimizer) -> None:
     """Drop state that today's options and readings give another meaning, as a step would."""
     restarted: list[Tensor] = []
     for group in optimizer.param_groups:
-        group = {**optimizer._legacy_defaults, **optimizer.defaults, **group}
+        group = {**optimizer.defaults, **group}
         declared = optimizer.declared_for(group)
         for parameter in filter(optimizer.state.__contains__, group["params"]):
             manifold = checks.reading(parameter, group)
@@ -252,8 +250,6 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
     _options_of_torch: ClassVar[Group] = {}  # of the plain rule, where a subclass names none
-    # Values of options that an older checkpoint lacks.
-    _legacy_defaults: ClassVar[Group] = {}
     _known: ClassVar[dict[str, State]]  # every declaration of the class so far, by whatever options
 
     @override

@@ -78,7 +78,7 @@ class Weight:
         if self.shards is None or not isinstance(tensor, Tensor) or tensor.ndim == 0:
             return tensor
         model = self.manifold.plain_parts(torch.empty(self.shape, device="meta"))[index]
-        return self.shards.whole(tensor, model.contiguous(), self.shards.working)
+        return self.shards.as_dtensor(tensor, model.contiguous(), self.shards.working)
 
     def moving(self) -> Tensor:
         """Return the tensor that moves: the parameter, our shard of it, or its master."""

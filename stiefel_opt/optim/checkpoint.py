@@ -103,8 +103,7 @@ def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     if of_torch:
         check_plain_rule(state, groups, torch_rule, optimizer.rule)
     check_saved_readings(known, groups)
-    legacy = {} if of_torch else optimizer._legacy_defaults  # torch's lacks our options
-    complete_options(groups, known, optimizer.defaults, legacy)
+    complete_options(groups, known, optimizer.defaults)
     if of_torch:
         state = without_plain(state, known, groups)
     for group, saved in zip(known, groups, strict=False):
@@ -211,8 +210,10 @@ def check_states(
                 elif name == START:
                     check_range(f"{name} of {called}", value, 0.0, open_low=True)
                 elif name in expected:
-                    is_ours, (kind, shape) = manifold is not None, expected[name]
-                    _check_value(f"{name} of {called}", value, shape, kind, parameter, is_ours)
+                    is_ours, (declaration, shape) = manifold is not None, expected[name]
+                    _check_value(
+                        f"{name} of {called}", value, shape, declaration, parameter, is_ours
+                    )
 
 
 _AS_SAVED: Final = "load what optimizer.state_dict() returned"
@@ -261,7 +262,7 @@ def _check_value(
     called: str,
     value: Any,
     shape: torch.Size,
-    kind: State | None,
+    declaration: State | None,
     parameter: Tensor,
     is_ours: bool,
 ) -> None:
@@ -288,11 +289,11 @@ def _check_value(
     own, remedy = local_part(value), "load an earlier checkpoint, or the weights only"
     if not bool(torch.isfinite(own).all()):
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
-    if kind is None or kind.least == -math.inf or not own.numel():
+    if declaration is None or declaration.least == -math.inf or not own.numel():
         return
     least = float((torch.view_as_real(own.resolve_conj()) if own.is_complex() else own).min())
-    if least < kind.least:
-        raise ValueError(fail(called, f"have no entry below {kind.least:g}", least, remedy))
+    if least < declaration.least:
+        raise ValueError(fail(called, f"have no entry below {declaration.least:g}", least, remedy))
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
@@ -328,16 +329,13 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor)
     return math.isclose(current.scale, earlier.scale, rel_tol=rounding)
 
 
-def complete_options(
-    saved_groups: list[Group], groups: list[Group], names: Iterable[str], before: Group
-) -> None:
-    """Give saved groups the options that they lack, from ``before`` or as they are now."""
+def complete_options(saved_groups: list[Group], groups: list[Group], names: Iterable[str]) -> None:
+    """Give saved groups the options that they lack, as they are now."""
     for group, saved in zip(groups, saved_groups, strict=False):
         saved["stiefel"] = group["stiefel"]
         saved["cuda_graph"] = group["cuda_graph"]  # of this machine, not of a training
-        earlier = {**group, **before}
         for name in names:
-            saved.setdefault(name, earlier[name])
+            saved.setdefault(name, group[name])
 
 
 def _saved_readings(saved: Group) -> list[Any]:

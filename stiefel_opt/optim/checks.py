@@ -101,6 +101,8 @@ def described(
     lines = [f"{name} ("]
     for number, group in enumerate(groups):
         shown = resolved(resolve(group), stiefel="by tags")
+        if isinstance(shown["stiefel"], Mapping):
+            shown["stiefel"] = Stiefel.from_dict(shown["stiefel"])
         options = [f"    {key}: {shown[key]}" for key in sorted(shown) if key != "params"]
         lines += [f"Parameter Group {number}", *options, ""]
     lines[-1] = ")"

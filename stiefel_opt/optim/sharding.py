@@ -58,7 +58,7 @@ class Shards:
         """
         own: Tensor = parameter.to_local()
         if self.working != self.stored:
-            whole = self.whole(shard.to(own.dtype), parameter, self.working)
+            whole = self.as_dtensor(shard.to(own.dtype), parameter, self.working)
             own.copy_(whole.redistribute(self.mesh, self.stored).to_local())
         elif shard.dtype != own.dtype:
             own.copy_(shard)
@@ -67,9 +67,9 @@ class Shards:
         """Return ``shard`` as part of a DTensor if ``tensor`` is one, else as it is."""
         if not is_sharded(tensor):
             return shard
-        return self.whole(shard, tensor, tensor.placements)
+        return self.as_dtensor(shard, tensor, tensor.placements)
 
-    def whole(self, shard: Tensor, like: Tensor, placements: Sequence[Placement]) -> DTensor:
+    def as_dtensor(self, shard: Tensor, like: Tensor, placements: Sequence[Placement]) -> DTensor:
         """Return ``shard`` as part of a DTensor of the shape of ``like``."""
         from torch.distributed.tensor import DTensor
 

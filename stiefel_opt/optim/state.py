@@ -133,11 +133,11 @@ class State:
 
 def declared_once(declared: Sequence[State]) -> dict[str, State]:
     """Return declarations by name; raise if two have the same one."""
-    known = {kind.name: kind for kind in declared}
-    if len(known) < len(declared):
-        names = sorted(kind.name for kind in declared)
+    declarations = {declaration.name: declaration for declaration in declared}
+    if len(declarations) < len(declared):
+        names = sorted(declaration.name for declaration in declared)
         raise ValueError(fail("state_for", "return each name once", names))
-    return known
+    return declarations
 
 
 def key_of(name: str, index: int) -> str:
@@ -147,8 +147,8 @@ def key_of(name: str, index: int) -> str:
 
 def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> bool:
     """Drop state that is declared otherwise than before under the same name; say if there was."""
-    known = {kind.name: kind for kind in earlier}
-    changed = {kind.name for kind in declared if known.get(kind.name, kind) != kind}
+    before = {each.name: each for each in earlier}
+    changed = {each.name for each in declared if before.get(each.name, each) != each}
     dropped = [key for key in state if key.partition(".")[0] in changed]
     for key in dropped:
         del state[key]
@@ -166,14 +166,14 @@ def complete_state(
     parameter: Tensor,
     manifold: Stiefel,
     called: Callable[[], str],
-    known: Container[str],
+    names: Container[str],
     shards: Shards | None = None,
 ) -> StateDict:
     """Make in ``state`` what is missing, and drop what the rule does not keep; raise for a shape.
 
-    A name is dropped if it is ``known``: the rule keeps it by other options. What a user has put
-    there stays. The state of a plain parameter starts anew. ``called`` returns the name of the
-    parameter for a message.
+    One of ``names`` is dropped: the rule keeps it by other options. What a user has put there
+    stays. The state of a plain parameter starts anew. ``called`` returns the name of the parameter
+    for a message.
     """
     expected = expected_state(declared, parameter, manifold)
     if any(name in state for name in MOMENTS_OF_TORCH):  # of a plain parameter until now
@@ -182,20 +182,24 @@ def complete_state(
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     if parameter.dtype in HALF and MASTER not in state:
         state[MASTER] = parameter.detach().to(torch.float32)
-    for key, (kind, shape) in expected.items():
-        dtype = working_dtype(parameter.dtype) if kind is None else kind.dtype_for(parameter.dtype)
-        if key not in state and kind is not None:
-            state[key] = _started(kind, shape, dtype, parameter, shards)
+    for key, (declaration, shape) in expected.items():
+        dtype = (
+            working_dtype(parameter.dtype)
+            if declaration is None
+            else declaration.dtype_for(parameter.dtype)
+        )
+        if key not in state and declaration is not None:
+            state[key] = _started(declaration, shape, dtype, parameter, shards)
         elif state[key].shape != shape:
             remedy = "load the state of a parameter of the same shape and reading"
             wanted, given = f"have shape {tuple(shape)}", f"shape {tuple(state[key].shape)}"
             raise ValueError(fail(f"{key} of {called()}", wanted, given, remedy))
         if state[key].dtype != dtype:  # the model is in another precision now
             state[key] = state[key].to(dtype)
-        if shards is not None and (layout := _placements(kind, shards)) is not None:
+        if shards is not None and (layout := _placements(declaration, shards)) is not None:
             state[key] = shards.placed(state[key], layout)
     for key in sorted(state.keys() - expected.keys()):
-        if is_declared(key, known) and not key.startswith(ROWS):
+        if is_declared(key, names) and not key.startswith(ROWS):
             del state[key]
     return state
 
@@ -211,31 +215,37 @@ def expected_state(
     model = torch.empty(parameter.shape, device="meta")
     for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
-        for kind in declared:
-            if kind.exists_for(n, m, manifold.learn_scale):
-                shape = part.shape if kind.is_tall else kind.shape_for(*lead, n=n, m=m)
-                expected[key_of(kind.name, index)] = kind, shape
+        for declaration in declared:
+            if declaration.exists_for(n, m, manifold.learn_scale):
+                shape = (
+                    part.shape if declaration.is_tall else declaration.shape_for(*lead, n=n, m=m)
+                )
+                expected[key_of(declaration.name, index)] = declaration, shape
     if parameter.dtype in HALF:
         expected[MASTER] = None, parameter.shape
     return expected
 
 
 def _started(
-    kind: State, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
+    declaration: State,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    parameter: Tensor,
+    shards: Shards | None,
 ) -> Tensor:
     """Return the first value of a state."""
-    if shards is None or (layout := _placements(kind, shards)) is None:
+    if shards is None or (layout := _placements(declaration, shards)) is None:
         tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
     else:
         tensor = shards.zeros(shape, dtype, layout)
-    if kind.start != 0:
-        kind.fill_(local_part(tensor))
+    if declaration.start != 0:
+        declaration.fill_(local_part(tensor))
     return tensor
 
 
-def _placements(kind: State | None, shards: Shards) -> Any:
+def _placements(declaration: State | None, shards: Shards) -> Any:
     """Return the placements of a state; None for m x m, which every process has whole."""
-    return shards.working if kind is None or kind.is_tall else shards.small
+    return shards.working if declaration is None or declaration.is_tall else shards.small
 
 
 # ---- masters -----------------------------------------------------------------------------------

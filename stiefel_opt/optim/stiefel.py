@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -243,7 +243,6 @@ class StiefelAdam(Flows, AdamLike):
     sums_over_rows = True
     capturable = True
     learns_scale = True
-    _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False}
 
     def __init__(
         self,

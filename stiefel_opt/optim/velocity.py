@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
     def check(self, rule: str, declared: tuple[State, ...]) -> None:
         """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
-        names = [kind.name for kind in declared if kind.is_matrix]
+        names = [declaration.name for declaration in declared if declaration.is_matrix]
         if names and not set(names) & set(self.names):
             condition = "keep its momentum as Z and U"
             raise ValueError(fail(rule, condition, ", ".join(names), "read optimizer.state"))
@@ -49,11 +49,11 @@ class Range(NamedTuple):
     ) -> dict[str, Tensor]:
         """Return the ``declared`` state that keeps Z and U, as ``optimizer.state`` has it."""
         written, state = form.write(self.point, Z, U), {}
-        for kind in declared:
-            if kind.name in written and kind.exists_for(*self.point.shape[-2:]):
-                value = written[kind.name]
-                value = self.reading.stored(value, self.shape) if kind.is_tall else value
-                state[key_of(kind.name, self.number)] = value
+        for declaration in declared:
+            if declaration.name in written and declaration.exists_for(*self.point.shape[-2:]):
+                value = written[declaration.name]
+                value = self.reading.stored(value, self.shape) if declaration.is_tall else value
+                state[key_of(declaration.name, self.number)] = value
         return state
 
 
@@ -85,7 +85,9 @@ def set_velocity_(
     """Set (Z, U), after all of it is checked; see ``StiefelOptimizer.set_velocity``."""
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
-    declared = tuple(kind for kind in declared if manifold.learn_scale or not kind.of_scale)
+    declared = tuple(
+        declaration for declaration in declared if manifold.learn_scale or not declaration.of_scale
+    )
     if not declared:
         wanted, remedy = "keep a momentum to set a velocity", "set its momentum"
         raise ValueError(fail("optimizer", wanted, "a rule without state", remedy))
@@ -113,7 +115,7 @@ def set_velocity_(
 @torch.no_grad()
 def keep_velocity(weight: Weight, declared: tuple[State, ...], form: Form) -> None:
     """Turn momentum that other options have left into that of these options."""
-    state, wanted = weight.state, {kind.name for kind in declared}
+    state, wanted = weight.state, {declaration.name for declaration in declared}
     if not wanted:
         return
     if {key.partition(".")[0] for key in state}.intersection(form.names) <= wanted:
@@ -141,9 +143,9 @@ def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) 
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
         for key, tensor in values.items():
-            kind = form.known.get(key.partition(".")[0])
-            if kind is not None and key == key_of(kind.name, index):
-                read[kind.name] = own.matrices(tensor) if kind.is_tall else tensor
+            declaration = form.known.get(key.partition(".")[0])
+            if declaration is not None and key == key_of(declaration.name, index):
+                read[declaration.name] = own.matrices(tensor) if declaration.is_tall else tensor
         matrices = own.matrices(part)
         point = matrices / own.scale_of(matrices)
         ranges.append(Range(index, own, part.shape, point, read))

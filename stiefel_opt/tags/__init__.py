@@ -10,6 +10,7 @@ from stiefel_opt.tags.constraints import project_ as project_
 from stiefel_opt.tags.constraints import readings as readings
 from stiefel_opt.tags.constraints import release as release
 from stiefel_opt.tags.constraints import reread as reread
+from stiefel_opt.tags.constraints import scaled as scaled
 from stiefel_opt.tags.constraints import to_nearest_ as to_nearest_
 from stiefel_opt.tags.foreign import inner_optimizers as inner_optimizers
 from stiefel_opt.tags.foreign import is_own as is_own
@@ -24,12 +25,10 @@ from stiefel_opt.tags.parameter import mark_unconstrained as mark_unconstrained
 from stiefel_opt.tags.parameter import recalled as recalled
 from stiefel_opt.tags.parameter import was_released as was_released
 from stiefel_opt.tags.points import check_phase as check_phase
-from stiefel_opt.tags.points import kept_scale as kept_scale
 from stiefel_opt.tags.points import mean_singular_value as mean_singular_value
 from stiefel_opt.tags.points import nearest as nearest
 from stiefel_opt.tags.points import random_point as random_point
 from stiefel_opt.tags.points import reading_of as reading_of
-from stiefel_opt.tags.points import rms_scale as rms_scale
 from stiefel_opt.tags.points import tangent_part_with_scale as tangent_part_with_scale
 from stiefel_opt.tags.points import warn_if_not_unique as warn_if_not_unique
 from stiefel_opt.tags.report import constrained as constrained

@@ -54,7 +54,6 @@ from stiefel_opt.tags.trained import (
 )
 from stiefel_opt.tags.uses import check_uses, warn_of_batches
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
-from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
 
@@ -140,8 +139,6 @@ def constrain(
         remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
         raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
     check_flag("project", project)
-    if isinstance(scale, str) and scale not in ("keep", "rms"):
-        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     names_dims = not (row_dims is None and column_dims is None)
     is_said = names_dims or transposed or not (heads is None and rows is None)
     asked: dict[str, Stiefel] = {}
@@ -156,7 +153,7 @@ def constrain(
         said: Any = own_heads, rows, own_flatten, transposed, *options
         reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
-        asked[each] = _scaled(reading, parameter, scale, each)
+        asked[each] = scaled(reading, parameter, scale, each)
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
     if flatten is None:
         warn_of_batches(module, asked)
@@ -176,13 +173,14 @@ def _weight(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]
     return owner, leaf, parameter
 
 
-def _scaled(reading: Stiefel, parameter: Tensor, scale: object, name: str) -> Stiefel:
-    """Return a reading with the scale that "keep" or "rms" stands for."""
-    if scale == "keep":
-        return replace(reading, scale=kept_scale(parameter, reading, name))
-    if scale == "rms":
-        return replace(reading, scale=rms_scale(parameter, reading, name))
-    return reading
+def scaled(reading: Stiefel, parameter: Tensor, scale: Any, name: str) -> Stiefel:
+    """Return a reading with a scale: a number, or what "keep" or "rms" stands for."""
+    measures = {"keep": kept_scale, "rms": rms_scale}
+    if not isinstance(scale, str):
+        return replace(reading, scale=scale)
+    if scale not in measures:
+        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
+    return replace(reading, scale=measures[scale](parameter, reading, name))
 
 
 def _names(module: nn.Module, name: object) -> list[str]:

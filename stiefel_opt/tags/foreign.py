@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from stiefel_opt.errors import fail, users_level
+from stiefel_opt.errors import classes_of, fail, users_level
 from stiefel_opt.numerics.device import is_compiling
 
 _LOOKED: Final = "_stiefel_looked"  # on an optimizer: tags and groups when it was seen
@@ -114,8 +114,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 def is_own(thing: object) -> bool:
     """Say whether the class of ``thing``, or one that it derives from, is of this package."""
-    package = __name__.partition(".")[0]
-    return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
+    return bool(classes_of(thing, __name__.partition(".")[0]))
 
 
 def _keeps(optimizer: Optimizer) -> bool:

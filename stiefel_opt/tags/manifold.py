@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import classes_of, fail
 from stiefel_opt.numerics.linalg import frobenius_norm
 
 # The weights of a whole model, to be pasted: neither positions, tokens nor heads.
@@ -37,7 +37,7 @@ class Dims(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stiefel:
     r"""How a tensor is read as a batch of matrices on the Stiefel manifold.
 
@@ -123,8 +123,16 @@ class Stiefel:
 
         Fields at their default are left out.
         """
+        return {name: _as_list(value) for name, value in self._said()}
+
+    @override
+    def __repr__(self) -> str:
+        return f"Stiefel({', '.join(f'{name}={value!r}' for name, value in self._said())})"
+
+    def _said(self) -> list[tuple[str, Any]]:
+        """Return names and values of the fields that differ from their default."""
         values = [(each, getattr(self, each.name)) for each in fields(self)]
-        return {each.name: _as_list(value) for each, value in values if value != each.default}
+        return [(each.name, value) for each, value in values if value != each.default]
 
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:
@@ -255,6 +263,11 @@ class Stiefel:
             return matrices.reshape(shape)
         return self._folded(matrices, shape, int(stacked))
 
+    def points(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tall matrices of each range over their scale: orthonormal ones of a point."""
+        listed = [self.matrices(part, index) for index, part in enumerate(self.parts(tensor))]
+        return [matrices / self.scale_of(matrices) for matrices in listed]
+
     def _unfolded(self, part: Tensor, lead: int) -> Tensor:
         """Return ``(..., n, m)``: the batch first, rows and columns joined; a view if it can be."""
         dims, order = self._order(part.ndim, lead)
@@ -344,14 +357,21 @@ class Stiefel:
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
         row_count, column_count = self.size(shape)
-        words, dims = [], self.dims(len(shape))
+        dims = self.dims(len(shape))
         lead = math.prod([shape[dim] for dim in dims.batch])
+        kinds: dict[str, list[tuple[int, str]]] = {}
         for start, stop, heads in self._spans(row_count):
             height = (stop - start) // heads
             kind = "rows" if height < column_count else "columns"
             kind = "square" if height == column_count else kind
-            span = "" if self.rows is None else f" of {start}:{stop}"
-            words.append(f"{lead * heads} x ({height} x {column_count}), {kind}{span}")
+            kind = f"({height} x {column_count}), {kind}"
+            kinds.setdefault(kind, []).append((lead * heads, f"{start}:{stop}"))
+        words = []
+        for kind, spans in kinds.items():
+            if len(spans) > 3:  # one for each head
+                spans = [(sum(number for number, _ in spans), f"{len(spans)} ranges")]
+            for number, span in spans:
+                words.append(f"{number} x {kind}" + ("" if self.rows is None else f" of {span}"))
         scale = f", scale {self.scale:g}" if self.scale != 1.0 else ""
         if self.learn_scale:
             scale = f", scale learned from {self.scale:g}"
@@ -493,6 +513,5 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
 
 def is_others(parameter: Tensor | None) -> bool:
     """Say whether geoopt keeps a parameter on another than a Stiefel manifold."""
-    kinds = type(getattr(parameter, "manifold", None)).__mro__
-    of_geoopt = {kind.__name__ for kind in kinds if kind.__module__.startswith("geoopt.")}
+    of_geoopt = classes_of(getattr(parameter, "manifold", None), "geoopt")
     return bool(of_geoopt) and not of_geoopt & {"Stiefel", "Euclidean"}

@@ -18,6 +18,7 @@ from stiefel_opt.numerics.device import (
     has_values,
     no_autocast,
     values_of,
+    widened,
     working_dtype,
 )
 from stiefel_opt.numerics.distributed import is_sharded
@@ -26,7 +27,6 @@ from stiefel_opt.numerics.geometry import (
     orientation,
     orthonormality_tolerance,
     scale_rounding,
-    widened,
 )
 from stiefel_opt.numerics.linalg import are_finite, sym
 from stiefel_opt.tags.manifold import Stiefel, check_determinant, manifold_of
@@ -50,10 +50,7 @@ def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
 
 def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
     """Return the largest entry of abs(X'X - I) over all matrices X; NaN if one is not finite."""
-    parts = enumerate(reading.parts(tensor))
-    listed = [reading.matrices(part, index) for index, part in parts]
-    errors = [gram_error(matrices / reading.scale_of(matrices)).amax() for matrices in listed]
-    return torch.stack(errors).amax()
+    return torch.stack([gram_error(points).amax() for points in reading.points(tensor)]).amax()
 
 
 def at_start(reading: Stiefel) -> Stiefel:
@@ -356,11 +353,8 @@ def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
     """Say of the matrices of each range which do not have the determinant of the reading."""
     if reading.determinant is None:
         return []
-    parts = enumerate(reading.parts(tensor.detach()))
-    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
-    return [
-        orientation(each / reading.scale_of(each)) * reading.determinant < 0 for each in matrices
-    ]
+    points = reading.points(widened(tensor.detach()))
+    return [orientation(each) * reading.determinant < 0 for each in points]
 
 
 def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> None:

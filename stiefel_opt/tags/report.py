@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, none_found
-from stiefel_opt.numerics.device import finest_dtype, has_values
+from stiefel_opt.numerics.device import finest_dtype, has_values, widened
 from stiefel_opt.numerics.distributed import gathered
-from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
+from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -221,12 +221,11 @@ class Report:
 
 def _signs(weight: Tensor, reading: Stiefel) -> str | None:
     """Return the determinant of real square matrices in words."""
-    parts = enumerate(reading.parts(gathered(weight.detach())))
-    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
-    square = [each for each in matrices if each.size(-2) == each.size(-1)]
+    points = reading.points(widened(gathered(weight.detach())))
+    square = [each for each in points if each.size(-2) == each.size(-1)]
     if not square or weight.is_complex():
         return None
-    signs = torch.cat([orientation(each / reading.scale_of(each)).reshape(-1) for each in square])
+    signs = torch.cat([orientation(each).reshape(-1) for each in square])
     count = int((signs < 0).sum())
     if signs.numel() == 1:
         return "-1" if count else "+1"

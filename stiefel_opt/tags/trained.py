@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import users_level
-from stiefel_opt.numerics.device import finest_dtype, has_values
-from stiefel_opt.numerics.geometry import is_far, widened
+from stiefel_opt.numerics.device import finest_dtype, has_values, widened
+from stiefel_opt.numerics.geometry import is_far
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.points import largest_error, wrong_signs
 

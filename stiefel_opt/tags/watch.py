@@ -35,9 +35,10 @@ from stiefel_opt.numerics.device import (
     no_autocast,
     reader_for,
     untraced,
+    widened,
 )
 from stiefel_opt.numerics.distributed import gathered, is_sharded
-from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance, widened
+from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.tags.points import kept_scale, largest_error, nearest, wrong_signs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from stiefel_opt.errors import check_dtype, check_flag, check_module, fail, none_found
+from stiefel_opt.errors import check_dtype, check_flag, check_module, classes_of, fail, none_found
 from stiefel_opt.tags import Stiefel, check_value, constrain
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -48,7 +48,9 @@ def from_geotorch(model: ModuleT) -> ModuleT:
         model: A model with such weights; changed in place and returned.
     """
     kinds, called = {"SO", "Stiefel"}, "geotorch.orthogonal"
-    return _unparametrized(model, lambda module: bool(kinds & _kinds(module, "geotorch")), called)
+    return _unparametrized(
+        model, lambda module: bool(kinds & classes_of(module, "geotorch")), called
+    )
 
 
 def from_geoopt(model: ModuleT, *, strict: bool = False) -> ModuleT:
@@ -76,7 +78,7 @@ def from_geoopt(model: ModuleT, *, strict: bool = False) -> ModuleT:
     check_flag("strict", strict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         manifold = getattr(parameter, "manifold", None)
-        kinds = _kinds(manifold, "geoopt")
+        kinds = classes_of(manifold, "geoopt")
         if "Stiefel" in kinds:
             check_dtype(name, parameter.dtype)
             stiefel.setdefault(id(parameter), (name, parameter))
@@ -133,9 +135,3 @@ def _unparametrized(model: ModuleT, wanted: Callable[[nn.Module], bool], called:
         module.get_parameter(leaf).grad = None  # of the unconstrained tensor
         constrain(module, leaf, flatten=False)
     return model
-
-
-def _kinds(value: object, package: str) -> set[str]:
-    """Return the names of the classes of ``value`` that are from this package."""
-    bases = type(value).__mro__
-    return {kind.__name__ for kind in bases if kind.__module__.partition(".")[0] == package}

@@ -27,13 +27,11 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     Note: One product of m x n by n x m for each matrix, and two of that cost backwards.
     """
     check_range("weight", weight, 0.0)
-    terms = []
+    terms: list[Tensor] = []
     for _, parameter, reading, _ in constrained(model, computed=False):
         if torch.is_grad_enabled() and parameter.requires_grad:  # else it is a number for a log
             parameter.is_unconstrained = True  # type: ignore[attr-defined]  # to leave it is meant
-        for index, part in enumerate(reading.parts(parameter)):
-            matrices = reading.matrices(part, index)
-            terms.append(square_gram_error(matrices / reading.scale_of(matrices)))
+        terms += map(square_gram_error, reading.points(parameter))
     if not terms:
         remedy = "call so.constrain first"
         raise ValueError(none_found("model", "a constrained parameter", model, remedy))

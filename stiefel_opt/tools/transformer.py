@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_module, fail
-from stiefel_opt.tags import (
-    Stiefel,
-    apply_readings,
-    check_value,
-    in_words,
-    kept_scale,
-    rms_scale,
-    table,
-)
+from stiefel_opt.tags import Stiefel, table
 from stiefel_opt.tools.attention import (
-    BESIDE_WEIGHT,
-    Names,
-    is_conv1d,
+    Found,
+    constrain_found,
+    found_of,
     listed,
     plans_of,
     remedy_for,
 )
+from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class TransformerReport:
     Attributes:
         lines: ``(parameter, class of the module, reading in words, how far it moved)`` for each
             constrained weight.
-        skipped: ``(module, reason)`` for each module of a block that is unchanged.
+        skipped: ``(module or parameter, reason)`` for what is unchanged in a block.
     """
 
     lines: tuple[tuple[str, str, str, str], ...]
@@ -45,7 +38,10 @@ class TransformerReport:
     @override
     def __str__(self) -> str:
         text = table([("parameter", "module", "reading", "moved"), *self.lines])
-        return text + ("\nnot constrained:\n" + listed(self.skipped) if self.skipped else "")
+        if self.skipped:
+            text += "\nnot constrained (so.constrain(model, name) takes what you name):\n"
+            text += listed(self.skipped)
+        return text
 
 
 def constrain_transformer(
@@ -58,12 +54,14 @@ def constrain_transformer(
     """Put every matrix of the blocks of a transformer on the manifold.
 
     Queries, keys, values and the columns of the output projection are one matrix for each head, as
-    by :func:`constrain_attention` "within"; each linear layer of a feed-forward part is one, and
-    two where it holds a gate beside what is gated. Embeddings, norms, biases, other parts of
-    attention such as relative positions, convolutions, experts in one tensor and all that lies
-    outside of the blocks, such as the last head, stay unconstrained.
+    by :func:`constrain_attention` "within"; each other linear layer, router and expert is one, and
+    two where it holds a gate beside what is gated: the matrices that the model would have if no
+    weights were fused. Embeddings, norms, biases and all that lies outside of the blocks, such as
+    the last head, stay unconstrained, and by name in the report: other parts of attention such as
+    relative positions, convolutions and what is beside one over time, as in Mamba, and experts that
+    hold gate and value in turn.
 
-    A block is the repeated part of the model around an attention module, of torch
+    A block is a repeated part of the model, one of which is around an attention module, of torch
     (``nn.TransformerEncoder``, ``nn.TransformerDecoder``), timm, transformers (encoders and
     decoders) and others; see :func:`constrain_attention` for how attention is recognised.
 
@@ -72,9 +70,10 @@ def constrain_transformer(
         scale, learn_scale: As in :func:`stiefel_opt.constrain`, for all weights.
         names: As in :func:`constrain_attention`.
 
-    Returns: The constrained weights, and the modules of blocks that are unchanged.
+    Returns: The constrained weights, and what is unchanged in the blocks.
     Raises:
-        ValueError: if no attention module can be read; it lists the modules. Nothing is changed
+        ValueError: if no attention module can be read; it lists the modules. For ``scale="rms"``
+            and a weight whose matrices have several heights, as in DeepSeek. Nothing is changed
             then.
         TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses, and ``names``
             that are no dict of strings.
@@ -84,42 +83,21 @@ def constrain_transformer(
     """
     check_module("model", model)
     check_flag("learn_scale", learn_scale)
-    if isinstance(scale, str) and scale not in ("keep", "rms"):
-        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     planned, paths, skipped = _attention(model, Names.of(names))
-    readings: dict[str, Stiefel] = {}
-    kinds: dict[str, str] = {}
-    known: set[int] = set()
-    for name, kind, reading in (*planned, *_others(model, planned, paths, skipped)):
-        parameter = model.get_parameter(name)
-        if id(parameter) in known:  # tied
-            continue
-        known.add(id(parameter))
-        check_value(parameter, reading, name)
-        own: Any = scale
-        if isinstance(scale, str):
-            measure = kept_scale if scale == "keep" else rms_scale
-            own = measure(parameter, reading, name)
-        readings[name] = replace(reading, scale=own, learn_scale=learn_scale)
-        kinds[name] = kind
+    found: dict[int, Found] = {}  # of tied weights the first one
+    for each in (*planned, *_others(model, planned, paths, skipped)):
+        found.setdefault(id(model.get_parameter(each[0])), each)
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    readings = dict(sorted(readings.items(), key=lambda item: order.get(item[0], 0)))
-    moved = apply_readings(model, readings, keeps=scale == "keep" and not learn_scale)
-    lines = []
-    for name, share in moved.items():
-        words = in_words(model, name, model.get_parameter(name).shape, readings[name])
-        lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
-    return TransformerReport(tuple(lines), tuple(skipped.items()))
+    in_order = sorted(found.values(), key=lambda each: order.get(each[0], 0))
+    lines = constrain_found(model, in_order, scale, learn_scale)
+    return TransformerReport(lines, tuple(skipped.items()))
 
 
-_Found = tuple[str, str, Stiefel]  # name of a weight, class of its module, and how it is read
-
-
-def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], list[str], dict[str, str]]:
+def _attention(model: nn.Module, names: Names) -> tuple[list[Found], list[str], dict[str, str]]:
     """Return the weights of attention modules, their paths, and why others cannot be read."""
-    plans, skipped = plans_of(model, "within", "qkvo", names)
+    plans, skipped = plans_of(model, "within", EVERYTHING, names)
     if skipped:  # without the output projection perhaps
-        more, _ = plans_of(model, "within", "qkv", names)
+        more, _ = plans_of(model, "within", EVERYTHING.replace("o", ""), names)
         for path in skipped.keys() & more.keys():
             plans[path] = more[path]
             del skipped[path]
@@ -127,96 +105,135 @@ def _attention(model: nn.Module, names: Names) -> tuple[list[_Found], list[str],
         wanted = "contain an attention module that can be read"
         remedy = remedy_for(model, skipped, names.layouts)
         raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    found = []
-    for path, plan in plans.items():
-        for name, reading in plan:
-            owner = path.rpartition(".")[0] if name == BESIDE_WEIGHT else path
-            kind = type(model.get_submodule(path)).__name__
-            found.append((_joined(owner, name), kind, reading))
+    found = found_of(model, plans)
+    for path in list(skipped):  # the output of one that was read
+        if any(_is_within(name, path) for name, _, _ in found):
+            del skipped[path]
     return found, list(plans), skipped
 
 
 def _others(
-    model: nn.Module, planned: list[_Found], paths: list[str], skipped: dict[str, str]
-) -> Iterator[_Found]:
-    """Yield the weights of all other linear layers of the blocks, and note what is left out.
+    model: nn.Module, planned: list[Found], paths: list[str], skipped: dict[str, str]
+) -> Iterator[Found]:
+    """Yield the weights of all other linear layers and experts of the blocks, by name.
 
-    That is a layer without a plain weight, a layer of an attention module that is no projection,
-    such as one of relative positions, and weights that are no matrices, such as experts.
+    Noted is what stays: a layer of an attention module that is no projection, such as one of
+    relative positions, one beside a convolution over time, as in Mamba, whose rows may be several
+    matrices, and what is no linear layer.
     """
     taken = {name for name, _, _ in planned}
-    owners = [name.rpartition(".")[0] for name, _, _ in planned]
-    unread = tuple(skipped)
-    blocks = dict.fromkeys(_block_of(model, path) for path in (*owners, *unread))
-    attention = [path for path in paths if path not in blocks]
-    for block in blocks:
-        if block is None:
+    blocks = dict.fromkeys(b for path in (*paths, *skipped) for b in _blocks(model, path))
+    for path, layer in model.named_modules():
+        if not any(_is_within(path, block) for block in blocks):
             continue
-        for inner, layer in model.get_submodule(block).named_modules():
-            path = _joined(block, inner)
-            kind = type(layer).__name__
-            if _is_within(path, unread) or _joined(path, "weight") in taken:
+        if any(_is_within(path, other) for other in skipped):
+            continue
+        above = model.get_submodule(path.rpartition(".")[0])
+        kind = type(layer).__name__
+        if is_linear(layer):
+            if (name := joined(path, "weight")) in taken:
                 continue
-            if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
-                shapes = [own.shape for own in layer.parameters(recurse=False)]
-                if any(sum(size > 1 for size in shape) > 2 for shape in shapes):
-                    skipped[path] = f"{kind}: its weights are no matrices"
-                continue
-            if _is_within(path, attention):
+            beside = [each for each in above.children() if each is not layer]
+            others = [_sizes(each) for each in beside if is_linear(each)]
+            is_gated = _is_gated(_sizes(layer), others)
+            is_alone = len(others) == 1 and (is_gated or _sizes(layer)[1] == others[0][0])
+            if any(_is_within(path, attention) for attention in paths):
                 skipped[path] = f"{kind}: no projection of its attention module"
-                continue
-            weight = layer._parameters.get("weight")
-            if weight is None or weight.ndim != 2:
-                skipped[path] = f"{kind}: its weight is computed, or no matrix"
-                continue
-            taken.add(_joined(path, "weight"))
-            above = model.get_submodule(path.rpartition(".")[0])
-            heads = 2 if _is_gated(above, layer) else None
-            yield (
-                _joined(path, "weight"),
-                type(above).__name__,
-                Stiefel(heads, transposed=is_conv1d(layer)),
-            )
+            elif any(_is_over_time(each) for each in beside) and not is_alone:
+                skipped[path] = f"{kind}: beside a convolution over time, perhaps several matrices"
+            else:
+                reading = Stiefel(2 if is_gated else None, transposed=is_conv1d(layer))
+                yield name, type(above).__name__, reading
+        elif isinstance(layer, nn.Linear):
+            skipped[path] = f"{kind}: its weight is computed, or no matrix"
+        elif not isinstance(layer, nn.Embedding) and "norm" not in kind.lower():
+            for leaf, parameter in layer.named_parameters(recurse=False):
+                name = joined(path, leaf)
+                if sum(size > 1 for size in parameter.shape) < 2 or "bias" in leaf or name in taken:
+                    continue
+                of_experts = _of_experts(layer, leaf, above) if "expert" in kind.lower() else None
+                if of_experts is not None:
+                    yield name, kind, of_experts
+                else:
+                    skipped[path if leaf == "weight" else name] = f"{kind}: no linear layer"
 
 
-def _is_within(path: str, modules: Iterable[str]) -> bool:
-    """Say whether a path is that of one of these modules or of a part of one."""
-    return any(f"{path}.".startswith(f"{module}.") for module in modules)
+def _is_within(path: str, module: str) -> bool:
+    """Say whether a path is that of this module or of a part of it."""
+    return not module or f"{path}.".startswith(f"{module}.")
 
 
-def _block_of(model: nn.Module, path: str) -> str | None:
-    """Return the path of the repeated part of a model around one of its modules, or None.
+def _blocks(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the repeated parts of a model, one of which is around this module.
 
-    That is the innermost member of a list of modules of one class; in T5 a member is a list of
-    layers of several classes. A model that is called a layer or a block is one.
+    That is the innermost list of modules of one class; in T5 a member of it is a list of layers of
+    several classes. Without one it is the outermost list; in XLM, where attention modules are a
+    list, all lists of that length. A model that is called a layer or a block is one.
     """
     parts = path.split(".")
-    block = None
+    blocks: list[str] = []
     for length in range(len(parts) - 1, 0, -1):
         if parts[length - 1].isdigit():
-            block = ".".join(parts[:length])
-            container = model.get_submodule(".".join(parts[: length - 1]))
-            if len({type(each) for each in container.children()}) == 1:
-                return block
+            above = ".".join(parts[: length - 1])
+            members = dict(model.get_submodule(above).named_children())
+            is_list = isinstance(model.get_submodule(above), nn.ModuleList)
+            is_alike = len({type(each) for each in members.values()}) == 1
+            blocks = [joined(above, name) for name in members]
+            if not (is_list or is_alike):
+                blocks = [".".join(parts[:length])]
+            if is_alike:
+                return blocks
+    if not blocks and parts[-1].isdigit():
+        owner, lists = ".".join(parts[:-2]), dict[str, nn.ModuleList]()
+        for name, child in model.get_submodule(owner).named_children():
+            if isinstance(child, nn.ModuleList):
+                lists[joined(owner, name)] = child
+        count = len(lists.get(".".join(parts[:-1]), ()))
+        same = [(name, each) for name, each in lists.items() if len(each) == count]
+        blocks = [f"{name}.{place}" for name, each in same for place in range(len(each))]
     is_block = any(word in type(model).__name__.lower() for word in ("layer", "block"))
-    return "" if block is None and is_block else block
+    return blocks or ([""] if is_block else [])
 
 
-def _is_gated(above: nn.Module, layer: nn.Module) -> bool:
-    """Say whether a layer returns a gate beside what is gated: another one takes half of it."""
-    size = _sizes(layer)[1]
-    inputs = [_sizes(other)[0] for other in above.children() if other is not layer]
-    return size not in inputs and size % 2 == 0 and size // 2 in inputs
+def _is_over_time(layer: nn.Module) -> bool:
+    """Say whether each channel has a filter of its own, as beside the layers of a recurrence."""
+    weights = [each.shape for each in layer.parameters(recurse=False) if each.ndim == 3]
+    return any(size == 1 < length for _, size, length in weights)
+
+
+def _of_experts(layer: nn.Module, leaf: str, above: nn.Module) -> Stiefel | None:
+    """Return how the weight of all experts, (experts, out, in) or (experts, in, out), is read.
+
+    None where it holds a gate and what is gated in turn.
+    """
+    weight = layer.get_parameter(leaf)
+    owners = [layer] if sum(each.ndim == 3 for each in layer.parameters()) > 1 else above.children()
+    sizes = [
+        each.shape[1:]
+        for owner in owners
+        for each in owner.parameters(recurse=False)
+        if each.ndim == 3 and each is not weight
+    ]
+    if weight.ndim != 3:
+        return None
+    for transposed in (False, True):
+        own, *others = [size[:: 1 if transposed else -1] for size in (weight.shape[1:], *sizes)]
+        if _is_gated(own, others):
+            is_mixed = getattr(layer, "is_concatenated", True) is False
+            return None if is_mixed else Stiefel(2, transposed=transposed)
+    return Stiefel()
+
+
+def _is_gated(own: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
+    """Say whether a layer of (in, out) features returns a gate beside what is gated.
+
+    Another one takes half of it.
+    """
+    inputs = [taken for taken, _ in others]
+    return own[1] not in inputs and own[1] % 2 == 0 and own[1] // 2 in inputs
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Return how many features a linear layer takes and returns; 0 for other modules."""
-    weight = layer._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
-        return 0, 0
-    row_count, column_count = weight.shape
+    """Return how many features a linear layer takes and returns."""
+    row_count, column_count = layer.get_parameter("weight").shape
     return (row_count, column_count) if is_conv1d(layer) else (column_count, row_count)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name

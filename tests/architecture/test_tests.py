@@ -4,7 +4,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from optimizers import TABLE
+from optimizers import OF_CORE, PUBLISHED, TABLE
+
+import stiefel_opt as so
 
 TESTS = Path(__file__).parents[1]
 FOLDERS = ("functional", "optim", "tags", "methods", "distributed")
@@ -70,6 +72,38 @@ def test_a_test_on_several_processes_names_no_rule(path: Path) -> None:
     """It takes any, one of each kind, or those with a property of the table."""
     found = texts_in(ast.parse(path.read_text(encoding="utf-8"))) & TABLE.keys()
     assert not found, f"{path}: {found}"
+
+
+# ---- the core's tests need the core only ---------------------------------------------------------
+
+OF_THE_CORE = [
+    path
+    for place in (TESTS, *(TESTS / room for room in ("functional", "numerics", "optim", "tags")))
+    for path in sorted(place.glob("*.py"))
+    if path.name != "conftest.py"
+]
+ROOMS = set(so._ROOMS)
+OF_CLIENTS = ROOMS | so._HOMES.keys() | {"Rotations", "GeneralizedHouseholder"}
+ROWS = TABLE.keys() | PUBLISHED.keys()
+
+
+def clients_in(node: ast.AST) -> set[str]:
+    """The clients that an import, an attribute of the package or a row's name names."""
+    if isinstance(node, ast.ImportFrom):
+        module, names = (node.module or "").split("."), {alias.name for alias in node.names}
+        return (OF_CLIENTS & {*names, *module}) if module[0] == "stiefel_opt" else set()
+    if isinstance(node, ast.Attribute):
+        return OF_CLIENTS & {node.attr} if ast.unparse(node.value) == "so" else set()
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return (ROWS - OF_CORE) & {node.value} if is_text else set()
+
+
+@pytest.mark.parametrize("path", OF_THE_CORE, ids=lambda path: path.stem)
+def test_tests_of_the_core_name_no_client(path: Path) -> None:
+    """Each client brings its rows, references and tests in a folder of its own."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        found = clients_in(node)
+        assert not found, f"line {node.lineno}: {found} belongs to the tests of its client"  # type: ignore[attr-defined]
 
 
 def test_no_table_is_folded_into_one_test() -> None:

@@ -56,16 +56,6 @@ def test_a_problem_is_scaled_and_left_as_it_was(utilities: ModuleType, problem) 
     assert found["orthonormality_error"] < 1e-13
 
 
-def test_reached_is_for_good(problem) -> None:
-    """Steps near the optimum do not count if the loss leaves it again."""
-    first, low = float(problem.loss(problem.constrained, [], None)), problem.minimum
-    solution = [torch.eye(8, 2, dtype=torch.float64)]
-    near = low + 1e-8 * (first - low)
-    assert problem.evaluate(solution, [], [first, near, first, near, near])["reached"] == 3
-    assert problem.evaluate(problem.constrained, [], [first, near])["reached"] == math.inf
-    assert problem.evaluate([2 * solution[0]], [], [near])["value"] == math.inf
-
-
 def test_a_point_off_the_manifold_does_not_arrive_by_a_loss_below_the_minimum(
     utilities: ModuleType, problem
 ) -> None:
@@ -81,14 +71,6 @@ def test_a_point_off_the_manifold_does_not_arrive_by_a_loss_below_the_minimum(
     assert not problem.solved([first, *[value] * 10])
     assert problem.solved([first, *[low - 1e-12] * 10])
     assert found["gap"] > utilities.TARGET
-
-
-def test_batches_go_through_the_data(utilities: ModuleType) -> None:
-    batch_of = utilities.batch_of
-    one_pass = torch.cat([batch_of(12, 4, step, 0) for step in range(3)])
-    assert one_pass.sort().values.tolist() == list(range(12))
-    assert not torch.equal(batch_of(12, 4, 0, 0), batch_of(12, 4, 3, 0))
-    assert not torch.equal(batch_of(12, 4, 0, 0), batch_of(12, 4, 0, 1))
 
 
 def at(program: ModuleType, rate: float, *values: float, **more: float) -> dict[str, dict]:
@@ -165,30 +147,3 @@ def test_what_is_missing_is_run_and_nothing_else(
     monkeypatch.setattr(program, "solve", lambda *_: {})
     with pytest.raises(RuntimeError, match="has not run all"):
         program.fill("ICA", tmp_path)
-
-
-def test_a_run_is_found_by_all_of_its_options(program: ModuleType) -> None:
-    row = {"solver_name": "POGO[...]", "p_solver_nesterov": False, "p_solver_rate": 0.1}
-    assert program.is_of(row, program.PACKAGES["POGO, SGD"])
-    assert not program.is_of(row, program.PACKAGES["POGO, SGD, Nesterov"])
-    row["p_solver_nesterov"] = True
-    assert program.is_of(row, program.PACKAGES["POGO, SGD, Nesterov"])
-    assert not program.is_of(row, program.PACKAGES["POGO, SGD"])
-    assert not program.is_of(row, program.PACKAGES["landing"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "runs", "shown"),
-    [
-        ("steps", {"1 1": {"reached": 5}, "1 2": {"reached": 9}, "1 3": {}}, "9"),
-        ("steps", {"1 1": {"reached": 5}, "1 2": {}}, "-"),
-        ("excess", {"1 1": {"value": -1.0}, "1 2": {"value": -1.5}, "1 3": {"value": -1.8}}, "25"),
-        ("gap", {"1 1": {"gap": 2e-9}, "1 2": {"gap": 3e-5}, "1 3": {"gap": 0.5}}, "3.0e-05"),
-        ("gap", {"1 1": {"gap": 0.02, "value": 7.0}, "1 2": {"gap": 0.04}}, "0.03"),
-        ("gap", {"1 1": {"gap": 2e-9}, "1 2": {"value": 1.0}}, "-"),  # it has left the manifold
-        ("loss", {"1 1": {"value": 0.12345}, "1 2": {"value": math.nan}}, "-"),
-        ("loss", {}, ""),
-    ],
-)
-def test_cells(program: ModuleType, kind: str, runs, shown: str) -> None:
-    assert program.cell(runs, kind, {"1": -2.0, "2": -2.0, "3": -2.0}) == shown

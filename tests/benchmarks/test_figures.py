@@ -1,7 +1,6 @@
 """Pictures of the benchmarks: one look a method, drawn from the results that are kept."""
 
 import importlib
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -36,11 +35,6 @@ def test_no_two_methods_look_alike() -> None:
     assert [alike for alike in names.values() if len(alike) > 1 and alike not in SAME] == []
 
 
-def test_what_stands_around_a_name_does_not_change_its_colour() -> None:
-    for name in ("StiefelAdam", "constrained, StiefelAdam", "StiefelAdam across heads"):
-        assert figures.style(name, 3)["color"] == figures.RED
-
-
 @pytest.fixture
 def drawn_figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """All that is saved."""
@@ -62,15 +56,6 @@ def test_a_picture_is_drawn_from_the_results_beside_it(
     assert not list(tmp_path.glob("*.tmp*"))
     for figure in drawn_figures:
         methods_look_as_everywhere(figure)
-
-
-@pytest.mark.usefixtures("example")
-def test_a_draw_that_did_not_arrive_is_drawn(tmp_path: Path) -> None:
-    content = json.loads((RESULTS / "eigen_methods.json").read_text())
-    content["results"]["2000 x 50, methods"]["StiefelSGD"]["seconds"][0] = None
-    (tmp_path / "eigen_methods.json").write_text(json.dumps(content))
-    figures.main(["eigen_methods", "--folder", str(tmp_path)])
-    assert (tmp_path / "eigen_methods.png").exists()
 
 
 @pytest.mark.slow  # seconds each
@@ -110,20 +95,6 @@ def methods_look_as_everywhere(figure: Any) -> None:
         looks = [(line.get_color(), line.get_linestyle()) for line in curves]
         looks = [look for look in looks if look[1] != "None"]  # dots have a marker only
         assert len(looks) == len(set(looks))
-
-
-@pytest.mark.usefixtures("example", "drawn")
-def test_a_saved_picture_keeps_its_colours(tmp_path: Path) -> None:
-    from PIL import Image
-
-    figure, axes = figures.start(1, (2, 2))
-    for place, colour in enumerate(figures.COLOURS):
-        axes[0][0].bar(place, 1, color=colour)
-    figures.save(figure, tmp_path / "bars.png")
-    with Image.open(tmp_path / "bars.png") as image:
-        found = {colour for _, colour in image.convert("RGB").getcolors(10_000)}
-    wanted = {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in figures.COLOURS}
-    assert wanted | {(255, 255, 255)} <= found
 
 
 def test_files_of_results_are_small() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("sklearn")
 
-from benchmarks.accuracy import small_arms, when_to_constrain
+from benchmarks.accuracy import when_to_constrain
 from benchmarks.accuracy.small_arms import ARMS, DECIDING, begun
 from benchmarks.accuracy.small_networks import Pixels, Text
 from benchmarks.accuracy.when_to_constrain import MEASURES, NETWORKS, Job, train
@@ -50,15 +50,6 @@ def test_the_rules_are_those_of_torch(name: str) -> None:
         optimizer.step()
         ours.step(grad[None, None], torch.full((1, 1, 1, 1), 0.01))
     assert (ours.value()[0, 0] - layer.weight).abs().max() < tolerance
-
-
-def test_muon_takes_heads_for_rows_of_one_matrix() -> None:
-    weight, grad = torch.randn(2, 1, 1, 12, 8).unbind()
-    lr, arm = torch.full((1, 1, 1, 1), 0.1), [ARMS["Muon"]]
-    whole, heads = begun(weight, arm, 1), begun(weight.reshape(1, 3, 4, 8), arm, 3)
-    whole.step(grad, lr)
-    heads.step(grad.reshape(1, 3, 4, 8), lr)
-    torch.testing.assert_close(heads.value().reshape(weight.shape), whole.value())
 
 
 def test_a_scaled_copy_trains_as_the_package_does() -> None:
@@ -115,68 +106,11 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
     )
 
 
-def test_jobs_of_a_stage_are_one_table_and_the_second_stage_has_its_own_file(
-    tmp_path: Path,
-) -> None:
-    name, jobs = "perceptron, digits", []
-    for seeds, rates in (((10, 11), (0.001, 0.01)), ((12,), (0.001, 0.01))):
-        jobs.append(Job("stage 2", name, ("NAdam", "fixed 1"), rates, seeds, 1))
-    jobs.append(Job("stage 1", name, ("NAdam",), (0.01,), (0,), 0.01))
-    network = when_to_constrain.NETWORKS[name](Path())
-    network.steps = 1
-    for job in jobs:
-        rows = train(network, job)
-        head = job._asdict() | {"seconds": 1.0, "machine": {"date": ""}}
-        text = "\n".join(map(json.dumps, [head, *rows]))
-        (tmp_path / f"{job.name}.jsonl").write_text(text)
-    files = when_to_constrain.merged(tmp_path)
-    part = "stage 2, short, falling"
-    stored = {file.name: [*content["parts"]] for file, content in files.items()}
-    assert stored == {
-        "when_to_constrain_runs.json": ["stage 1"],
-        "when_to_constrain_stage_2_short_falling.json": [part],
-    }
-    (kept,) = (content["parts"][part] for content in files.values() if part in content["parts"])
-    values = when_to_constrain.unpacked(kept)[name]["fixed 1"]
-    assert values["rates"] == [0.001, 0.01]
-    rows = [row for job in jobs[:2] for row in train(network, job) if row["arm"] == "fixed 1"]
-    for measure in MEASURES:
-        wanted = [[row[measure] for row in rows if row["rate"] == rate] for rate in (0.001, 0.01)]
-        for ours, theirs in zip(values[measure], wanted, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-2)
-
-
-def test_a_lost_copy_counts_as_one_that_guesses() -> None:
-    network = when_to_constrain.NETWORKS["perceptron, digits"](Path())
-    network.steps = 12
-    lost, other = train(network, Job("", "", ("AdamW",), (1e20, 0.01), (0,)))
-    assert lost["test"] == pytest.approx(math.log(10), rel=1e-3)
-    assert lost["right"] == 10.0
-    assert other["test"] < 2.2
-
-
 def test_every_arm_runs_and_has_its_row() -> None:
     tables = when_to_constrain.quick(Path())["tables"]
     rows = tables["stage 1: arms"].splitlines()[2:]
     assert [row.split("|")[1].strip() for row in rows] == list(ARMS)
     assert len(tables["stage 1"].splitlines()) == 2 + len(when_to_constrain.QUICK)
-
-
-def test_scales_stay_where_they_are_asked_to() -> None:
-    torch.manual_seed(0)
-    weight, lr = torch.randn(1, 2, 6, 5), torch.full((1, 1, 1, 1), 0.03)
-    for name in ("learned, pull 1", "fixed 1", "learned from initial, floor"):
-        one = begun(weight, [ARMS[name]], 1)
-        assert isinstance(one, small_arms.ConstrainedWeights)
-        for _ in range(200):
-            one.step(torch.randn(1, 2, 6, 5), lr)
-        share = one.g / one.target
-        assert small_arms.error(one) < 1e-5
-        if name == "fixed 1":
-            assert (share == 1).all()
-        else:
-            assert (share >= one.floor / one.target).all()
-            assert (share < 2).all()
 
 
 def test_the_file_holds_what_its_runs_say() -> None:

@@ -134,7 +134,7 @@ def compare(name, layouts, dtype=torch.float64):
     Compared are values and state: our parts with the same parts of what one process computes.
     """
     rule, options = OPTIMIZERS[name]
-    if not rule.plain_is_elementwise:  # refused: optim/test_rule_of_ones_own.py
+    if not rule.plain_is_elementwise:  # refused: optim/test_own_rule.py
         layouts = [layout for layout in layouts if "rows" not in ALL[layout][1]]
     found = pairs(layouts, dtype, off=True)
     alone_opt = rule([whole for _, whole, _ in found], **options)

@@ -66,10 +66,10 @@ def test_the_demo(tmp_path: Path) -> None:
     for package in ("matplotlib", "sklearn", "tqdm"):
         pytest.importorskip(package)
     text = shown("demo", tmp_path, ("    main()", "    main(1, range(2))"))
-    assert len(re.findall(r"^\w*Adam\w* +(?: +\S+ ± \S+){4}$", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\w*Adam.* +(?: +\S+ ± \S+){4}$", text, re.MULTILINE)) == 4
     assert "make test" in text.splitlines()[-1]
     content = json.loads((tmp_path / "runs" / "demo.json").read_text(encoding="utf-8"))
-    assert [len(rows) for rows in content["errors"].values()] == [4, 4, 4]
+    assert [len(rows) for rows in content["errors"].values()] == [4, 4, 4, 4]
     assert str(tmp_path / "runs" / "demo.png") in text
     assert (tmp_path / "runs" / "demo.png").read_bytes().startswith(b"\x89PNG")
 

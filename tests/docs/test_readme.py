@@ -29,7 +29,7 @@ def without_digits(text: str) -> str:
 
 def prose_of(text: str) -> str:
     """What a reader reads: no code, no tables, no comments; of a link its words."""
-    text = re.sub(r"^```.*?^```$|^\|.*$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$|^\|[^\n]*$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"`[^`\n]*`", "code", text)
 
@@ -53,8 +53,9 @@ def test_its_sentences_are_short() -> None:
 
 
 def test_what_a_sentence_is() -> None:
-    text = "# A\n\nOne [two](x.md). Three\nfour: five\n\n- six `a b`\n\n| 7 |\n\n```text\n8\n```\n"
-    assert sentences_of(text) == ["One two.", "Three four:", "five", "six code"]
+    text = "# A\n\nOne [two](x.md). Three\nfour: five\n\n- six `a b`\n\n"
+    text += "| 7 |\n| 8 |\n\n```text\n9\n```\n\nTen.\n"
+    assert sentences_of(text) == ["One two.", "Three four:", "five", "six code", "Ten."]
 
 
 def test_the_two_commands_stand_at_the_top() -> None:

@@ -410,7 +410,7 @@ def test_the_published_transport_lengthens(turns: bool, generator: Source) -> No
 
 @pytest.mark.parametrize("a", METRICS)
 def test_a_step_is_of_first_order(a: float, generator: Source) -> None:
-    """Proposition 8; other transports: test_optim_dynamics.py."""
+    """Proposition 8; other transports: test_dynamics.py."""
     f, gamma, errors = Weighted(9, 4, generator), 0.7, []
     start = draw(0.0, generator)
     expected = integrate(motion(f, a, 2 * a - 1, gamma), start, 1.0, 100)[-1]

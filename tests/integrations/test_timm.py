@@ -63,6 +63,12 @@ BLOCKS = {  # options, matrices of a block, its parts that are left out
     "vit_relpos_small_patch16_224": (
         SMALL, 12 + 4 + 1 + 1, ["attn.rel_pos.mlp.fc1", "attn.rel_pos.mlp.fc2"],
     ),
+    "tnt_s_legacy_patch16_224": (
+        {"img_size": 32, "embed_dim": 32, "depth": 2, "inner_dim": 16, "num_heads_inner": 2,
+         "num_heads_outer": 4},
+        (6 + 2 + 2) + 1 + (12 + 4 + 2),
+        [],
+    ),
     "xcit_nano_12_p8_224": (SMALL, 12 + 4 + 1 + 1, ["local_mp.conv1", "local_mp.conv2"]),
 }  # fmt: skip
 
@@ -85,6 +91,48 @@ def test_every_matrix_of_the_blocks(name):
         ]
     assert all("blocks" in line[0] for line in report.lines)
     assert float(so.orthonormality_error(model)) < 1e-5
+
+
+IN_TURN = {
+    "EfficientFormer": (
+        lambda: timm.models.efficientformer.Attention(32, 8, 4, 2, resolution=4), (2, 16, 32),
+    ),
+    "LeViT": (
+        lambda: timm.models.levit.Attention(32, 8, 4, 2.0, resolution=(4, 4)), (2, 16, 32),
+    ),
+    "MaxViT": (lambda: timm.models.maxxvit.AttentionCl(32, dim_head=8), (2, 16, 32)),
+    "TinyViT": (
+        lambda: timm.models.tiny_vit.Attention(32, 8, 4, 1, resolution=(4, 4)), (2, 16, 32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_rows_of_queries_and_keys_are_those_of_the_module(name):
+    """Without queries no key matters: the slopes of keys are exactly zero, and of them alone."""
+    make, shape = IN_TURN[name]
+    rows = {}
+    for letter in "qkv":
+        module = make()
+        so.constrain_attention(module, which=letter)
+        (found,) = [p for p in module.parameters() if isinstance(p, so.ManifoldParameter)]
+        places = torch.arange(len(found))[:, None].expand_as(found)
+        rows[letter] = torch.cat([part[:, 0] for part in found.manifold.parts(places)])
+        assert found.manifold.count(found.shape) == 4
+    assert len(torch.cat([*rows.values()]).unique()) == len(places)
+    module = make()
+    module.eval()
+    for norm in (each for each in module.modules() if isinstance(each, nn.BatchNorm1d)):
+        nn.init.ones_(norm.weight)  # LeViT's is zero at first
+    weight = next(p for p in module.parameters() if p.shape == found.shape)
+    bias = module.qkv.bias if hasattr(module.qkv, "bias") else None
+    with torch.no_grad():
+        weight[rows["q"]] = 0.0
+        if bias is not None:
+            bias[rows["q"]] = 0.0
+    module(torch.randn(shape)).square().sum().backward()
+    still = (weight.grad.abs().amax(1) < 1e-9).nonzero()[:, 0]
+    assert torch.equal(still, rows["k"])
 
 
 def test_what_is_constrained():

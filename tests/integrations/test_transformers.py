@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from loops import (
     HALF,
     assert_equal,
@@ -48,40 +47,6 @@ def test_what_is_constrained():
         head = block.attn.c_attn.weight[:, 8:16]  # 32 features to the 8 of the second head
         torch.testing.assert_close(head.mT @ head, torch.eye(8), atol=1e-5, rtol=0)
     assert len(so.report(orthogonal_vit()).lines) == 4
-
-
-SIZES = {
-    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 24, "pad_token_id": 0,
-}  # fmt: skip
-LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
-HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-WHOLE = {  # options, matrices of all blocks, parts that are left out
-    "Bert": (SIZES, 2 * (16 + 2), 0),
-    "GPT2": ({"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4}, 2 * (16 + 2), 0),
-    "Llama": ({**SIZES, "num_key_value_heads": 2}, 2 * (4 + 2 + 2 + 4 + 3), 0),
-    "ModernBert": (SIZES, 2 * (16 + 2 + 1), 0),  # the gate is a matrix of its own
-    "T5": (T5, 2 * (16 + 2) + 2 * (32 + 2), 0),
-    "Bart": ({"vocab_size": 40, "d_model": 16, **LAYERS, **HEADS}, 2 * (16 + 2) + 2 * (32 + 2), 0),
-    "DebertaV2": (
-        {**SIZES, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, 2 * (16 + 2), 4,
-    ),
-    "Mixtral": ({**SIZES, "num_key_value_heads": 2, "num_local_experts": 2}, 2 * 12, 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.filterwarnings("ignore")  # of transformers, about ids of tokens
-def test_every_matrix_of_the_blocks(name):
-    options, count, left_out = WHOLE[name]
-    config = transformers.CONFIG_MAPPING[re.sub("(?<=[a-z])(?=V)", "-", name).lower()](**options)
-    model = transformers.AutoModel.from_config(config)
-    report = so.constrain_transformer(model)
-    weights = [model.get_parameter(line[0]) for line in report.lines]
-    assert sum(weight.manifold.count(weight.shape) for weight in weights) == count
-    assert len(report.skipped) == left_out
-    assert float(so.orthonormality_error(model)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from grids import METRICS, TRANSPORTS, mixed, pairwise
 from optimizers import FLOWS, SGD, Rule
-from reference import AdamReference, SGDReference
 from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
+from reference_momentum import (
+    AdaptiveAdamReference,
+    AdaptiveSGDReference,
+    PublishedAdamReference,
+    PublishedSGDReference,
+)
 
 import stiefel_opt as so
 from stiefel_opt import methods
@@ -25,7 +29,7 @@ TABLE = {
         so.AdaptiveSGD,
         {"transport": "projected"},
         plain_options=SGD,
-        reference=partial(SGDReference, adaptive=True),
+        reference=AdaptiveSGDReference,
         follows_slope=True,
         own=FLOWS,
         variant=True,
@@ -36,7 +40,7 @@ TABLE = {
         so.AdaptiveAdam,
         {},
         plain=torch.optim.Adam,
-        reference=partial(AdamReference, adaptive=True),
+        reference=AdaptiveAdamReference,
         follows_slope=True,
         own=FLOWS,
         variant=True,
@@ -58,6 +62,7 @@ TABLE = {
         reference=CayleySGDReference,
         own={"steps": 7, "exact": True},
         sums=3,
+        remembers=True,
     ),
     "cayley-adam": Rule(
         so.CayleyAdam,
@@ -88,14 +93,14 @@ BESIDE = {
         so.PublishedSGD,
         {},
         plain_options=SGD,
-        reference=partial(SGDReference, transport="published"),
+        reference=PublishedSGDReference,
         mild_lr=0.03,
     ),
     "published-adam": Rule(
         so.PublishedAdam,
         {},
         plain=torch.optim.Adam,
-        reference=partial(AdamReference, transport="published"),
+        reference=PublishedAdamReference,
         mild_lr=0.01,
     ),
 }
@@ -170,6 +175,141 @@ VARIANTS: list[Case] = [
     ("cayley-adam-amsgrad", "cayley-adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
     ("cayley-adam-maximize", "cayley-adam", {"maximize": True, "steps": 5}),
 ]
+
+PLAIN: list[tuple[Any, Any, dict[str, Any]]] = [
+    (so.ProjectedRGD, torch.optim.SGD, {"weight_decay": 0.1}),
+    (so.ProjectedRGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.4}),
+    (so.CayleySGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (so.CayleyAdam, torch.optim.Adam, {"weight_decay": 0.1}),
+    (so.CayleyAdam, torch.optim.Adam, {"fused": True, "amsgrad": True}),
+]
+
+# Of complex matrices, beside the cases above.
+COMPLEX: list[Case] = [
+    ("adam-published-expm", "published-adam", {"metric": "euclidean", "rotation": "expm"}),
+    ("sgd-published-cayley", "published-sgd", {"metric": 0.3, "rotation": "cayley"}),
+    ("adam-published-euler", "published-adam", {"metric": 0.3, "rotation": "euler"}),
+    ("rgd-polar", "rgd", {"retraction": "polar"}),
+]
+
+# ---- tables of single tests ----
+
+# Of `test_state.py`: state of m x m, of one number a matrix, of n x m.
+STATE = {
+    "sgd-adaptive": (
+        {"momentum_skew"},
+        {"slope", "step_factor", "step_momentum", "step_unit"},
+        {"momentum_normal"},
+    ),
+    "adam-adaptive": (
+        {"momentum_skew", "exp_avg_sq_skew"},
+        {"slope", "step_factor", "step_momentum"},
+        {"momentum_normal", "exp_avg_sq_normal"},
+    ),
+    "rgd": ({"momentum_skew"}, set(), {"momentum_normal"}),
+    "cayley-sgd": ({"momentum_skew"}, set(), {"momentum_normal"}),
+    "cayley-adam": (
+        {"momentum_skew"},
+        {"exp_avg_sq_norm", "max_exp_avg_sq_norm"},
+        {"momentum_normal"},
+    ),
+}
+# Of `test_steep_gradients.py`.
+STEEP = {
+    "adaptive": (so.AdaptiveSGD, {}),
+    "adaptive steady": (so.AdaptiveSGD, {"momentum": 0.99}),
+    "Adam, short memory": (so.CayleyAdam, {"betas": (0.9, 0.5)}),
+}
+# Of `test_errors.py`: options that are refused, and by which rules.
+REFUSED: list[tuple[list[tuple[dict[str, Any], type[Exception], str]], list[Any]]] = [
+    (
+        [
+            (
+                {"rotation": "qr"},
+                ValueError,
+                r"must be one of \['cayley', 'euler', 'expm'\], got 'qr'",
+            )
+        ],
+        [so.PublishedSGD, so.PublishedAdam],
+    ),
+    (
+        [
+            ({"retraction": "exp"}, ValueError, r"must be one of \['cayley', 'polar', 'qr'\]"),
+            ({"retraction": 1}, ValueError, "`retraction` must be one of .*, got 1"),
+        ],
+        [so.ProjectedRGD],
+    ),
+    (
+        [
+            ({"steps": -1}, ValueError, "`steps` must be at least 0, got -1"),
+            ({"steps": 2.0}, TypeError, "`steps` must be an integer of at least 0, got 2.0"),
+            ({"steps": True}, TypeError, "`steps` must be an integer of at least 0, got True"),
+            ({"exact": 1}, TypeError, "`exact` must be True or False, got 1"),
+        ],
+        [so.CayleySGD, so.CayleyAdam],
+    ),
+    (
+        [
+            ({"plain": "Adam"}, ValueError, r"`plain` must be one of \['adamw', 'muon'\]"),
+            ({"momentum": 2.0}, ValueError, r"`momentum` must be in \[0, 1\), got 2.0"),
+        ],
+        [so.StiefelMuon],
+    ),
+]
+SYNONYMS = [
+    (so.CayleyAdam, "momentum", "betas"),
+    (so.ProjectedRGD, "betas", "momentum"),
+    (so.StiefelMuon, "learning_rate", "lr"),
+    (so.CayleySGD, "heads", "stiefel"),
+    (so.StiefelLBFGS, "historysize", "history_size"),
+]
+# Of `test_loading.py`: options before and after, and sizes of the gradients under them,
+# which are equal where the momentum goes on.
+EVEN = (0.05, 0.05)
+
+
+class Switching(so.StiefelAdam):
+    """A rule of one's own that is adaptive at radius 1, where its momentum has no unit."""
+
+    def state_for(self, group: Any) -> Any:
+        return self.kind(group).state_for(self, group)
+
+    def rule_for(self, group: Any) -> Any:
+        return self.kind(group).rule_for(self, group)
+
+    @staticmethod
+    def kind(group: Any) -> Any:
+        return so.AdaptiveAdam if group.get("radius") == 1.0 else so.StiefelAdam
+
+
+SWITCHES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[float, float]]] = {
+    "adaptive": (Switching, {"radius": "virtual"}, {"radius": 1.0}, (1e3, 0.05)),
+    "adaptive, projected": (
+        Switching,
+        {"transport": "projected", "radius": "angle"},
+        {"transport": "projected", "radius": 1.0},
+        (1e3, 0.05),
+    ),
+    "rotation": (so.PublishedSGD, {"rotation": "euler"}, {"rotation": "cayley"}, EVEN),
+    "amsgrad": (so.CayleyAdam, {"amsgrad": True}, {"amsgrad": False}, EVEN),
+    "momentum": (so.ProjectedRGD, {"momentum": 0.9}, {"momentum": 0.0}, EVEN),
+    "maximize": (so.CayleySGD, {"maximize": False}, {"maximize": True}, EVEN),
+    "plain": (so.StiefelMuon, {"momentum": 0.9}, {"momentum": 0.5, "plain": "muon"}, EVEN),
+}
+
+# Of `scale_cases.py`: rules that learn a scale, and some of those that all of its tests try.
+LEARNED_SCALE = {
+    "published sgd": (so.PublishedSGD, {"lr": 0.02}),
+    "published adam": (so.PublishedAdam, {"lr": 0.02}),
+    "rgd": (so.ProjectedRGD, {"lr": 0.2, "retraction": "qr"}),
+    "wen-yin": (so.ProjectedRGD, {"lr": 0.2}),
+    "cayley sgd": (so.CayleySGD, {"lr": 0.05}),
+    "cayley adam": (so.CayleyAdam, {"lr": 0.1}),
+}
+LEARNED_SCALE_TOO = {"muon": (so.StiefelMuon, {"lr": 0.05})}
+
+# Of tests that pass a closure to a step.
+BY_CLOSURE = {"lbfgs": lambda params: so.StiefelLBFGS(params, lr=0.1, max_iter=4)}
 
 # ---- cases of `rule_cases.py`: function, options, names of its state ----
 

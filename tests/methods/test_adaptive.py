@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import math
 import pickle
 from typing import Any
@@ -74,11 +72,6 @@ def optimum(shape: tuple[int, ...]) -> tuple[Tensor, float]:
     return parameter.detach(), best
 
 
-def numbers(state: dict[str, Any]) -> dict[str, Tensor]:
-    names = ("radius_growth", "slope", "step_factor", "step_momentum", "step_unit")
-    return {name: state[name].clone() for name in names if name in state}
-
-
 # ---- the radius ----------------------------------------------------------------------------------
 
 
@@ -145,7 +138,6 @@ def test_a_radius_divides_the_learning_rate(radius: str | float) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     ("rule", "meant"),
     [
@@ -154,10 +146,8 @@ def test_a_radius_divides_the_learning_rate(radius: str | float) -> None:
         (so.AdaptiveAdam, {"radius": 1.0, "nesterov": False}),
     ],
 )
-def test_what_options_of_adam_mean_by_default(
-    rule: Any, meant: dict[str, Any], shape: tuple[int, ...]
-) -> None:
-    one, other = weight(shape), weight(shape)
+def test_what_options_of_adam_mean_by_default(rule: Any, meant: dict[str, Any]) -> None:
+    one, other = weight((12, 3)), weight((12, 3))
     optimizer = rule([one], lr=0.1)
     descend(one, optimizer, 9)
     descend(other, rule([other], lr=0.1, **meant), 9)
@@ -410,72 +400,6 @@ def test_a_gradient_of_zero_moves_nothing_and_spoils_nothing(name: str) -> None:
 # ---- what the package promises -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
-@every_rule
-def test_nothing_is_learned_from_a_gradient_that_cannot_be_used(name: str, value: float) -> None:
-    parameter = weight((12, 3))
-    optimizer = make(name, parameter)
-    descend(parameter, optimizer, 5)
-    before, known = parameter.detach().clone(), numbers(optimizer.state[parameter])
-    parameter.grad = torch.full_like(parameter, value)
-    with pytest.warns(UserWarning, match="not finite"):
-        optimizer.step()
-    assert torch.equal(parameter, before)
-    for key, number in numbers(optimizer.state[parameter]).items():
-        assert torch.equal(number, known[key])
-
-
-@every_rule
-def test_a_run_goes_on_bit_for_bit_from_a_file(name: str) -> None:
-    one = weight((12, 3))
-    first = make(name, one)
-    descend(one, first, 11)
-    file = io.BytesIO()
-    torch.save({"weight": one.detach(), "optimizer": first.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = so.ManifoldParameter(saved["weight"].clone(), project=False)
-    second = make(name, other)
-    second.load_state_dict(saved["optimizer"])
-    descend(one, first, 11)
-    descend(other, second, 11)
-    assert torch.equal(one, other)
-
-
-@every_rule
-def test_ascent_of_the_negative_loss_is_descent(name: str) -> None:
-    one, other = weight((12, 3)), weight((12, 3))
-    descend(one, make(name, one), 15)
-    descend(other, make(name, other, maximize=True), 15, factor=-1.0)
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-@every_rule
-def test_matrices_do_not_depend_on_their_neighbours(name: str) -> None:
-    alone, first, second = weight((12, 3)), weight((12, 3)), weight((12, 3))
-    descend(alone, make(name, alone), 20)
-    together = make(name, first, second)
-    for step in range(20):
-        together.zero_grad()
-        leading(first).backward()
-        if step % 3:  # so that radii and numbers of steps differ
-            (5 * leading(second)).backward()
-        together.step()
-    torch.testing.assert_close(alone, first, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.bfloat16, torch.float16, torch.float32])
-@every_rule
-def test_other_dtypes_descend_and_stay_orthonormal(name: str, dtype: torch.dtype) -> None:
-    parameter = weight((12, 3), dtype)
-    losses = descend(parameter, make(name, parameter), 25)
-    assert losses[-1] < losses[0]
-    kept = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    tolerance = {torch.complex128: 1e-13, torch.float32: 1e-5}[kept]
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    assert so.orthonormality_error(parameter) < (0.02 if is_half else tolerance)
-
-
 @every_rule
 def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str) -> None:
     layer = so.constrain(nn.Linear(6, 4, bias=False))
@@ -490,18 +414,6 @@ def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str
     assert (line.factor is None) == ("factor" not in shown) == (not is_adaptive)
     most = 0.9 if line.factor else None  # a first step chooses nothing
     assert line.momentum == (most and pytest.approx(most))
-
-
-@every_rule
-def test_a_copy_of_an_optimizer_takes_the_same_steps(name: str) -> None:
-    parameter = weight((12, 3))
-    optimizer = make(name, parameter)
-    descend(parameter, optimizer, 5)
-    twin = copy.deepcopy(optimizer)
-    (other,) = twin.param_groups[0]["params"]
-    descend(parameter, optimizer, 5)
-    descend(other, twin, 5)
-    assert torch.equal(parameter, other)
 
 
 @pytest.mark.parametrize(
@@ -564,3 +476,14 @@ def test_a_rate_that_is_ten_times_too_large_costs_little() -> None:
     assert max(virtual[best:]) < 1.1 * virtual[best]
     assert printed[printed.index(min(printed)) + 2] > 2 * min(printed)
     assert min(virtual) < min(printed)
+
+
+def test_a_force_of_rounding_hardly_moves_anything(generator: torch.Generator) -> None:
+    weight = so.ManifoldParameter(torch.randn(40, 10, generator=generator))
+    begin = weight.detach().clone()
+    optimizer = so.AdaptiveSGD([weight], lr=0.01)
+    for _ in range(20):
+        weight.grad = 7.0 * weight.detach()
+        optimizer.step()
+        assert max(optimizer.angles_of().values()) < 0.05
+    assert (weight.detach() - begin).norm() < 0.1

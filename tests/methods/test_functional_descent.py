@@ -223,22 +223,6 @@ ALL = {
 }
 
 
-def test_the_learning_rate_may_differ_from_matrix_to_matrix(rng):
-    """As ``(k, 1, 1)``; one of the steps is too long, and it alone is shortened."""
-    point = torch.tensor(np.stack([start(rng, 8, 3) for _ in range(3)]))
-    grad = torch.tensor(rng.standard_normal((3, 8, 3)))
-    column = torch.tensor([0.1, 0.2, 3.0]).double().view(3, 1, 1)
-    for case in ALL.values():
-        state = case.state(point, torch.Generator().manual_seed(0))
-        found = tensors(case(point, grad, state, lr=column))
-        for index in range(3):
-            one, value = slice(index, index + 1), float(column[index])
-            own = {name: tensor[one] for name, tensor in state.items()}
-            alone = tensors(case(point[one], grad[one], own, lr=value))
-            for name, tensor in alone.items():
-                torch.testing.assert_close(found[name][one], tensor, rtol=0, atol=1e-13)
-
-
 # ---- long steps ----------------------------------------------------------------------------------
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from dims_cases import ALIKE
 from torch import Tensor, nn
 
 import stiefel_opt as so
+from stiefel_opt import Stiefel
 
 F64 = torch.float64
 
@@ -557,3 +559,59 @@ def test_another_precision_starts_the_memory_anew() -> None:
     layer.float()
     optimizer.step(closure)
     assert closure() < first
+
+
+def test_lbfgs_refuses_shared_memory_too() -> None:
+    buffer = torch.eye(12)
+    tagged, plain = nn.Parameter(buffer), nn.Parameter(buffer.T)
+    with pytest.raises(ValueError, match="memory of its own"):
+        so.StiefelLBFGS([tagged, plain], stiefel=True)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_first_step_of_lbfgs_projects_to_it(sign):
+    """Beside a weight of another reading and the same shape."""
+    value = torch.diag(torch.tensor([2.0, 2.0, -2.0 * sign]))
+    weights = [
+        so.ManifoldParameter(value * one, so.Stiefel(determinant=each), project=False)
+        for one, each in ((1, sign), (-1, -sign))
+    ]
+    optimizer = so.StiefelLBFGS(weights, lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((weight * torch.linspace(-1, 1, 9).view(3, 3).sin()).sum() for weight in weights)
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="off the manifold"):
+        optimizer.step(closure)
+    dets = [float(torch.linalg.det(weight.detach())) for weight in weights]
+    assert dets == pytest.approx([sign, -sign], abs=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "one", "other"), ALIKE)
+def test_pairs_of_lbfgs_are_kept_by_an_equal_reading(
+    shape: tuple[int, ...], one: Stiefel, other: Stiefel
+) -> None:
+    torch.manual_seed(0)
+    start, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape)
+    parameters = [so.ManifoldParameter(start, reading) for reading in (one, other)]
+
+    def step(parameter: Tensor, optimizer: so.StiefelLBFGS) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight * parameter).square().sum() + parameter.sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+
+    optimizers = [so.StiefelLBFGS([each], max_iter=3) for each in parameters]
+    step(parameters[0], optimizers[0])
+    with torch.no_grad():
+        parameters[1].copy_(parameters[0])
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for each, optimizer in zip(parameters, optimizers, strict=True):
+        step(each, optimizer)
+    torch.testing.assert_close(parameters[0].detach(), parameters[1].detach())

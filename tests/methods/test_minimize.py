@@ -2,11 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from dims_cases import LEGS, by_hand, pair
+from torch import Tensor
 
 import stiefel_opt as so
+from stiefel_opt import Stiefel
 from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.methods.minimize.form import Form
 from stiefel_opt.methods.minimize.pairs import Pairs
@@ -399,3 +404,57 @@ def linear(x):
 def test_what_cannot_be_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", LEGS)
+def test_lbfgs_minimize_and_on_manifold_do_as_with_the_matrix(name: str) -> None:
+    stored, matrices, pattern = pair(name, "contiguous", torch.float64)
+    shape = stored.shape
+    target = torch.randn(shape, dtype=torch.float64)
+    whole = by_hand(target, pattern)
+
+    def train(optimizer: torch.optim.Optimizer, parameter: Tensor, wanted: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (parameter - wanted).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[arg-type]
+
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda p: so.on_manifold(torch.optim.Adam(p, 0.05)),
+        lambda p: so.StiefelLBFGS(p, max_iter=3),
+    ]
+    for make in makers:
+        for parameter, wanted in ((stored, target), (matrices, whole)):
+            train(make([parameter]), parameter, wanted)
+        torch.testing.assert_close(
+            by_hand(stored.detach(), pattern), matrices.detach(), rtol=1e-8, atol=1e-8
+        )
+    reading = stored.manifold  # type: ignore[attr-defined]
+    found = so.minimize(lambda x: (x - target).square().sum(), stored.detach(), reading)
+    best = by_hand(so.polar(target, reading), pattern)
+    other = so.minimize(lambda x: (x - whole).square().sum(), matrices.detach())
+    torch.testing.assert_close(by_hand(found.x, pattern), other.x, rtol=1e-5, atol=1e-5)
+    assert found.fun >= float((best - whole).square().sum()) - 1e-9
+
+
+def test_starts_of_a_square_matrix_with_several_dimensions_try_both_determinants() -> None:
+    reading = Stiefel(row_dims=(0, 2), column_dims=(1, 3))
+    target = so.random_point(2, 3, 3, 2, manifold=reading, dtype=torch.float64)
+    with torch.no_grad():
+        target[0, :, 0] *= torch.linalg.det(by_hand(target, "abcd -> (ac) (bd)")).sign()
+        for sign in (1, -1):
+            target[0, :, 0] *= sign
+            found = so.minimize(
+                lambda x: (x - target).square().sum(), target.shape, reading, starts=2
+            )
+            assert found.fun < 1e-5
+            assert found.component == sign
+
+
+def test_a_start_without_full_rank_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"the nearest point to `start` is not unique"):
+        so.minimize(lambda x: x.sum(), torch.ones(4, 3), max_evaluations=1)

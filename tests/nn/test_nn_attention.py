@@ -9,6 +9,10 @@ import warnings
 import pytest
 import torch
 from cases import in_turn, pairwise
+from contract import assert_same
+from scale_cases import (
+    scales,
+)
 from torch import nn
 
 import stiefel_opt as so
@@ -187,3 +191,38 @@ def test_wrong_options_are_named():
         width, heads, constraint = arguments
         with pytest.raises(ValueError, match=message):
             MultiheadAttention(width, heads, constraint=constraint)
+
+
+def test_modules_that_project_what_they_load_say_nothing():
+    module = MultiheadAttention(8, 2)
+    module.load_state_dict(nn.MultiheadAttention(8, 2).state_dict())
+    assert so.orthonormality_error(module) < 1e-5
+
+
+def test_an_attention_layer_learns_a_number_for_each_head() -> None:
+    layer = so.nn.MultiheadAttention(16, 4, learn_scale=True)
+    opt = so.StiefelAdamW(layer.parameters(), lr=0.01)
+    for step in range(5):
+        inputs = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(step))
+        opt.zero_grad()
+        layer(inputs, inputs, inputs)[0].sum().backward()
+        opt.step()
+    reading = layer.in_proj_weight.manifold
+    found = scales(layer.in_proj_weight, reading)
+    assert len(found) == 8
+    assert float(found.std()) > 0
+    other = so.nn.MultiheadAttention(16, 4, learn_scale=True)
+    other.load_state_dict(layer.state_dict())
+    assert_same(other.in_proj_weight.detach(), layer.in_proj_weight.detach())
+    plain = nn.MultiheadAttention(16, 4)
+    so.constrain_attention(plain, learn_scale=True)
+    assert plain.in_proj_weight.manifold == reading
+
+
+def test_attention_of_this_package_reads_as_it_says() -> None:
+    """Across heads there is one block, in what is loaded too."""
+    for constraint, heads in (("within", 2), ("across", None)):
+        attention = MultiheadAttention(8, 2, kdim=6, constraint=constraint)
+        attention.load_state_dict(nn.MultiheadAttention(8, 2, kdim=6).state_dict())
+        assert attention.q_proj_weight.manifold == so.Stiefel(heads=heads)
+        assert so.orthonormality_error(attention) < 1e-5

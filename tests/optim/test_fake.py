@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import stiefel_opt as so
+from stiefel_opt.numerics.roots import roots
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -41,3 +42,9 @@ def test_what_needs_a_value_says_so() -> None:
         layer = nn.Linear(4, 4)
         with pytest.raises(ValueError, match="`scale` must be a number on the meta device, and fo"):
             so.constrain(layer, scale="keep")
+
+
+def test_a_fake_step_leaves_no_trace():
+    with FakeTensorMode():
+        roots(torch.zeros(1, 3, 3), 0.1)
+    assert roots(torch.zeros(1, 3, 3), 0.1).difference.abs().max() < 1e-7

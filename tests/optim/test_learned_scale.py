@@ -13,92 +13,25 @@ import torch
 from cases import in_turn
 from contract import IS_ON_CPU, assert_same, assert_same_training, through_file, warnings_of
 from optimizers import TABLE
+from scale_cases import (
+    LAYOUTS,
+    MORE,
+    RULES,
+    fit,
+    g_of,
+    net,
+    scales,
+    target_of,
+    train,
+    weight,
+)
 from torch import Tensor, nn
 
 import stiefel_opt as so
 from stiefel_opt.functional.learned_scale import CAP, PULL
 
-RULES: dict[str, Any] = {
-    "sgd": (so.StiefelSGD, {"lr": 0.05}),
-    "adam": (so.StiefelAdam, {"lr": 0.03}),
-    "adamw": (so.StiefelAdamW, {"lr": 0.03}),
-    "muon": (so.StiefelMuon, {"lr": 0.05}),
-}
-MORE = {  # every other rule that moves one weight after the other
-    "published sgd": (so.PublishedSGD, {"lr": 0.02}),
-    "published adam": (so.PublishedAdam, {"lr": 0.02}),
-    "projected": (so.StiefelSGD, {"lr": 0.05, "transport": "projected", "nesterov": True}),
-    "rgd": (so.ProjectedRGD, {"lr": 0.2, "retraction": "qr"}),
-    "wen-yin": (so.ProjectedRGD, {"lr": 0.2}),
-    "cayley sgd": (so.CayleySGD, {"lr": 0.05}),
-    "cayley adam": (so.CayleyAdam, {"lr": 0.1}),
-}
-LAYOUTS: dict[str, Any] = {
-    "tall": ((24, 8), {}),
-    "wide": ((8, 24), {}),
-    "square": ((12, 12), {}),
-    "heads": ((24, 16), {"heads": 4}),
-    "tall heads": ((24, 4), {"heads": 2}),
-    "rows": ((20, 12), {"rows": ((0, 8), (10, 20)), "heads": (2, 1)}),
-    "transposed": ((16, 24), {"transposed": True, "heads": 3}),
-    "flatten": ((6, 3, 3), {"flatten": True}),
-    "batch": ((3, 10, 4), {}),
-    "start": ((24, 8), {"scale": 2.5}),
-    "complex": ((12, 5), {"dtype": torch.complex128}),
-    "half": ((24, 8), {"dtype": torch.bfloat16}),
-}
 
-
-def weight(layout: str, **more: Any) -> so.ManifoldParameter:
-    shape, options = LAYOUTS[layout]
-    reading = {**options, "learn_scale": True, **more}
-    value = torch.randn(shape, dtype=reading.pop("dtype", torch.float64))
-    return so.ManifoldParameter(value, so.Stiefel(**reading))
-
-
-def each_matrix(value: Tensor, reading: so.Stiefel) -> list[Tensor]:
-    """All matrices of a value, tall, each by itself."""
-    found: list[Tensor] = []
-    for index, part in enumerate(reading.parts(value.detach())):
-        matrices = reading.matrices(part, index)
-        found += list(matrices.reshape(-1, *matrices.shape[-2:]))
-    return found
-
-
-def scales(value: Tensor, reading: so.Stiefel) -> Tensor:
-    """The mean singular value of each matrix."""
-    matrices = [matrix.to(torch.complex128) for matrix in each_matrix(value, reading)]
-    return torch.stack([torch.linalg.svdvals(matrix).mean() for matrix in matrices])
-
-
-def target_of(parameter: so.ManifoldParameter) -> tuple[Tensor, Tensor]:
-    """A tensor near the weight whose matrices are 0.6 to 1.7 times as long, and these numbers."""
-    reading = parameter.manifold
-    target = so.project_(parameter.detach() + 0.05 * torch.randn_like(parameter.detach()), reading)
-    count = reading.count(parameter.shape)
-    factors = torch.linspace(0.6, 1.7, count, dtype=torch.float64)
-    start = 0
-    for index, part in enumerate(reading.parts(target)):
-        own = reading.matrices(part, index)
-        number = own.shape[:-2].numel()
-        factor = factors[start : start + number].reshape(*own.shape[:-2], 1, 1)
-        own = own * (reading.scale * factor / reading.scale_of(own))
-        part.copy_(reading.stored(own.to(part.dtype), part.shape, index))
-        start += number
-    return target, factors * reading.scale
-
-
-def fit(parameter: so.ManifoldParameter, opt: Any, target: Tensor, steps: int = 150) -> None:
-    first = opt.param_groups[0]["lr"]
-    for step in range(steps):
-        opt.param_groups[0]["lr"] = first * (1 - step / steps)
-        parameter.grad = (parameter.detach() - target).to(parameter.dtype)
-        opt.step()
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"), [*in_turn(LAYOUTS, ("sgd", "muon", "adam")), *in_turn(["heads"], RULES)]
-)
+@pytest.mark.parametrize(("layout", "name"), [*in_turn(LAYOUTS, RULES), *in_turn(["heads"], RULES)])
 def test_every_matrix_finds_its_own_scale(layout: str, name: str) -> None:
     rule, options = RULES[name]
     parameter = weight(layout)
@@ -125,10 +58,6 @@ def test_other_rules_find_it_too(name: str) -> None:
 
 
 # ---- equality with what it is made of ---------------------------------------------------------
-
-
-def g_of(parameter: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(parameter.detach()) / math.sqrt(min(parameter.shape))
 
 
 def slopes(seed: int, count: int, shape: torch.Size) -> list[Tensor]:
@@ -183,14 +112,6 @@ def test_sgd_moves_g_by_torchs_rule_and_q_along_the_gradient_over_g(options: Any
         torch.testing.assert_close(g_of(parameter), g.detach(), rtol=1e-9, atol=0)
 
 
-def test_muon_moves_g_by_lr_whatever_the_size() -> None:
-    for layout in ("tall", "square"):
-        parameter = weight(layout)
-        parameter.grad = -parameter.detach()
-        so.StiefelMuon([parameter], lr=1e-3, scale_pull=0.0).step()
-        assert float(g_of(parameter)) == pytest.approx(1 + 1e-3, abs=1e-9)
-
-
 def test_sgd_moves_the_weight_along_minus_the_tangent_part_of_its_gradient() -> None:
     """To first order, of the set of all g Q as a surface in the space of matrices."""
     parameter = weight("tall", scale=1.7)
@@ -224,18 +145,17 @@ def test_a_factorised_layer_trains_its_floating_scale() -> None:
     """Povey et al. (2018): a factor W with W W' = a I, where a is found by the training."""
     target = 3.0 * so.random_point(4, 16, dtype=torch.float64)
     inputs = torch.randn(256, 16, dtype=torch.float64)
-    for rule, lr, steps in ((so.StiefelSGD, 0.3, 300), (so.StiefelMuon, 0.1, 600)):
-        layer = so.constrain(nn.Linear(16, 4, bias=False, dtype=torch.float64), learn_scale=True)
-        opt = rule(layer.parameters(), lr=lr, scale_pull=0.0)
-        schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 1e-3, steps)
-        for _ in range(steps):
-            opt.zero_grad()
-            (layer(inputs) - inputs @ target.T).square().mean().backward()
-            opt.step()
-            schedule.step()
-        loss = (layer(inputs) - inputs @ target.T).square().mean().detach()
-        assert float(loss) < 1e-4
-        assert float(g_of(layer.weight)) == pytest.approx(3.0, rel=1e-2)
+    layer = so.constrain(nn.Linear(16, 4, bias=False, dtype=torch.float64), learn_scale=True)
+    opt = so.StiefelSGD(layer.parameters(), lr=0.3, scale_pull=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 1e-3, 300)
+    for _ in range(300):
+        opt.zero_grad()
+        (layer(inputs) - inputs @ target.T).square().mean().backward()
+        opt.step()
+        schedule.step()
+    loss = (layer(inputs) - inputs @ target.T).square().mean().detach()
+    assert float(loss) < 1e-4
+    assert float(g_of(layer.weight)) == pytest.approx(3.0, rel=1e-2)
 
 
 # ---- safety -----------------------------------------------------------------------------------
@@ -325,20 +245,6 @@ def test_a_gradient_that_is_not_finite_leaves_scale_and_state() -> None:
 
 
 # ---- checkpoints and copies -------------------------------------------------------------------
-
-
-def net(start: Any = 1.0, learn: bool = True) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    so.constrain(model[0], heads=2, scale=start, learn_scale=learn)
-    return so.constrain(model, "2.weight", scale=start, learn_scale=learn)
-
-
-def train(model: nn.Module, opt: Any, steps: range) -> None:
-    for step in steps:
-        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-        opt.zero_grad()
-        (model(inputs) - 2.0).square().mean().backward()
-        opt.step()
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -448,42 +354,6 @@ def test_a_report_shows_the_scales_and_the_error_of_what_they_multiply() -> None
         assert line.error < 1e-6
         assert not line.off
     assert "scale learned from 1" in str(report)
-    assert float(so.orthonormality_penalty(model, 1.0).detach()) < 1e-9
-
-
-def test_curves_of_scales() -> None:
-    class Writer:
-        written: dict[str, float] = {}  # noqa: RUF012
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:  # noqa: ARG002
-            self.written[name] = value
-
-    model = net()
-    opt = so.StiefelAdamW(model.parameters(), lr=0.01)
-    so.log_orthonormality(opt, model, Writer(), every=1)
-    train(model, opt, range(1))
-    assert Writer.written["scale/2.weight"] == pytest.approx(float(g_of(model[2].weight)))
-    assert Writer.written["orthonormality_error/max"] < 1e-6
-
-
-def test_averages_of_learned_scales() -> None:
-    model = net()
-    opt = so.StiefelSGD(model.parameters(), lr=0.1)
-    average = so.averaged(model, decay=0.5)
-    for step in range(6):
-        train(model, opt, range(step, step + 1))
-        average.update_parameters(model)
-    kept = average.module[2].weight
-    assert float(so.orthonormality_error(average.module)) < 1e-6
-    assert kept.manifold.learn_scale
-    assert min(1.0, float(g_of(model[2].weight))) < float(g_of(kept))
-
-
-def test_a_norm_of_gradients_counts_what_moves_the_scale() -> None:
-    parameter = weight("tall", scale=2.0)
-    parameter.grad = parameter.detach().clone()  # all of it is along g
-    found = so.clip_grad_norm_([parameter], math.inf)
-    torch.testing.assert_close(found, torch.linalg.vector_norm(parameter.detach()))
 
 
 @pytest.mark.usefixtures("as_accelerator")
@@ -532,43 +402,12 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=bound)
 
 
-def test_an_attention_layer_learns_a_number_for_each_head() -> None:
-    layer = so.nn.MultiheadAttention(16, 4, learn_scale=True)
-    opt = so.StiefelAdamW(layer.parameters(), lr=0.01)
-    for step in range(5):
-        inputs = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(step))
-        opt.zero_grad()
-        layer(inputs, inputs, inputs)[0].sum().backward()
-        opt.step()
-    reading = layer.in_proj_weight.manifold
-    found = scales(layer.in_proj_weight, reading)
-    assert len(found) == 8
-    assert float(found.std()) > 0
-    other = so.nn.MultiheadAttention(16, 4, learn_scale=True)
-    other.load_state_dict(layer.state_dict())
-    assert_same(other.in_proj_weight.detach(), layer.in_proj_weight.detach())
-    plain = nn.MultiheadAttention(16, 4)
-    so.constrain_attention(plain, learn_scale=True)
-    assert plain.in_proj_weight.manifold == reading
-
-
 def refusals() -> list[Any]:
     def parameter() -> Any:
         return so.ManifoldParameter(torch.randn(6, 3), so.Stiefel(learn_scale=True))
 
-    def stepped(opt: torch.optim.Optimizer) -> None:
-        for group in opt.param_groups:
-            for each in group["params"]:
-                each.grad = torch.ones_like(each)
-        opt.step()
-
     return [
-        ("without", lambda: so.AdaptiveSGD([parameter()])),
-        ("without", lambda: so.AdaptiveAdam([parameter()])),
-        ("StiefelSGD", lambda: so.StiefelLBFGS([parameter()])),
-        ("StiefelAdamW", lambda: stepped(so.on_manifold(torch.optim.SGD([parameter()], lr=0.1)))),
         ("without", lambda: Unsaid([parameter()], lr=0.1)),
-        ("multiply", lambda: so.parametrizations.CWY(manifold=so.Stiefel(learn_scale=True))),
         ("scale_pull", lambda: so.StiefelSGD([parameter()], scale_pull=-1.0)),
     ]
 

@@ -27,7 +27,7 @@ from contract import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from optimizers import OF_CLASS, PUBLISHED, TABLE
+from optimizers import OF_CLASS, PUBLISHED, RULES, TABLE
 from torch import Tensor
 
 import stiefel_opt as so
@@ -320,7 +320,7 @@ def test_projection_is_near_idempotent_and_spares_what_is_plain(drawn):
 # ---- threads -----------------------------------------------------------------------------------
 
 
-@on_machines(cpu="sgd adam", as_accelerator="cayley-adam")
+@on_machines(cpu="sgd adam", as_accelerator="adam-amsgrad")
 def test_two_optimizers_in_two_threads_do_not_meet(name):
     nets = {seed: model(seed) for seed in (0, 1)}  # in turns; building draws from the global state
     for net in nets.values():
@@ -362,7 +362,7 @@ def peak_bytes(opt: torch.optim.Optimizer) -> int:
     return max(held, default=0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam-amsgrad", "rgd", "cayley-adam"])
+@pytest.mark.parametrize("name", [*RULES, "sgd-nesterov", "adam-amsgrad"])
 def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
     n, m = 4000, 10
     parameter = so.ManifoldParameter(torch.linalg.qr(torch.randn(n, m))[0])

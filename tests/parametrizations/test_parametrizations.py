@@ -674,6 +674,16 @@ def test_a_key_that_became_zero_is_named():
 WRONG = [
     (lambda: so.orthogonal(nn.Linear(3, 3), map="qr"), ValueError, "`map` must be one of"),
     (lambda: so.orthogonal(nn.Linear(3, 3), "wait"), ValueError, "did you mean weight"),
+    (
+        lambda: so.orthogonal(nn.Linear(2, 2), orthogonal_map="cayley"),
+        TypeError,
+        "got orthogonal_map; choose the map by map=, or take compat.orthogonal; its options are",
+    ),
+    (
+        lambda: so.orthogonal(nn.Linear(2, 2), map="cwy", reflexions=1),
+        TypeError,
+        "got reflexions; its options are: reflections",
+    ),
     (lambda: so.orthogonal([]), TypeError, "`module` must be a torch.nn.Module"),
     (lambda: so.orthogonal(nn.Linear(3, 3), "bias"), ValueError, "at least 2 dimensions"),
     (

@@ -238,15 +238,6 @@ def test_adapters_of_a_folded_model_merge() -> None:
     assert_close_to_the_largest(rounded, adapted, 0.05)
 
 
-def test_layers_quantised_in_place_of_folded_ones_are_turned() -> None:
-    model, (batch, *_) = prepared(), tokens()
-    expected = logits(model, batch)
-    rotations.fold_(model, rotations.hadamard(model))
-    for layer in model.model.layers:
-        layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
-    assert_close_to_the_largest(logits(model, batch), expected, 0.02)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_models_of_one_config_do_not_know_of_each_other(tied: bool) -> None:
     first, second = TinyDecoder(tied=tied), TinyDecoder(tied=tied)

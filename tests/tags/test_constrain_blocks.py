@@ -6,10 +6,8 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 import stiefel_opt as so
-from stiefel_opt.nn import MultiheadAttention
 
 STACKED = {  # module, parameter, blocks, words of the report
     "LSTM": (lambda: nn.LSTM(6, 8), "weight_hh_l0", 4, "one for each gate"),
@@ -83,33 +81,6 @@ def test_what_is_asked_for_overrides(options: dict[str, object]) -> None:
 def test_kernels_one_by_one_are_read_as_asked() -> None:
     conv = so.constrain(nn.Conv2d(8, 8, 3, groups=8), flatten=False)
     assert conv.weight.manifold == so.Stiefel()
-
-
-@pytest.mark.parametrize("name", ["LSTM", "grouped", "attention"])
-def test_parametrizations_read_the_same(name: str) -> None:
-    make, leaf, count, words = STACKED[name]
-    module = so.orthogonal(make(), leaf)
-    gram = (found := blocks(getattr(module, leaf), count)).mT @ found
-    torch.testing.assert_close(gram, torch.eye(gram.size(-1)).expand_as(gram))
-    assert words in str(so.report(module))
-    so.release(module, leaf)
-    assert not parametrize.is_parametrized(module)
-
-
-def test_attention_of_this_package_reads_as_it_says() -> None:
-    """Across heads there is one block, in what is loaded too."""
-    for constraint, heads in (("within", 2), ("across", None)):
-        attention = MultiheadAttention(8, 2, kdim=6, constraint=constraint)
-        attention.load_state_dict(nn.MultiheadAttention(8, 2, kdim=6).state_dict())
-        assert attention.q_proj_weight.manifold == so.Stiefel(heads=heads)
-        assert so.orthonormality_error(attention) < 1e-5
-
-
-def test_converting_a_torch_parametrization_keeps_its_one_matrix() -> None:
-    lstm = nn.utils.parametrizations.orthogonal(nn.LSTM(6, 8), "weight_hh_l0")
-    value = lstm.weight_hh_l0.detach().clone()
-    so.from_torch_orthogonal(lstm)
-    torch.testing.assert_close(lstm.weight_hh_l0.detach(), value)
 
 
 def test_a_copy_and_a_checkpoint_keep_the_blocks() -> None:

@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import itertools
 import json
-import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -13,73 +11,13 @@ from typing import Any
 import pytest
 import torch
 from cases import mixed
+from dims_cases import ALIKE, LEGS, by_hand, layout_of, pair
 from optimizers import RULES, TABLE
 from torch import Tensor, nn
 
 import stiefel_opt as so
 
 Stiefel = so.Stiefel
-
-# what the tensor is, its shape, the reading, and rows, columns and batch written out
-LEGS: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
-    "Kraus operators": ((4, 2, 2), {"row_dims": (0, 1)}, "kij -> (ki) j"),
-    "left canonical site": ((3, 2, 4), {"row_dims": (0, 1), "column_dims": 2}, "lsr -> (ls) r"),
-    "right canonical site": ((3, 2, 4), {"row_dims": 0}, "lsr -> l (sr)"),
-    "rows from the columns": ((3, 4, 2, 5), {"column_dims": (-3, 2)}, "abcd -> (ad) (bc)"),
-    "isometry of a MERA": ((5, 2, 3), {"column_dims": 0}, "aij -> (ij) a"),
-    "heads": ((3, 6, 2), {"row_dims": 1, "column_dims": 2}, "hwd -> h w d"),
-    "one matrix of heads": ((3, 2, 4), {"row_dims": (0, 2), "column_dims": 1}, "hwd -> (hd) w"),
-    "interleaved rows": ((5, 3, 4), {"row_dims": 0, "column_dims": 2}, "nkm -> k n m"),
-    "slowest last": ((2, 3, 4), {"row_dims": (2, 0), "column_dims": (1,)}, "abc -> (ca) b"),
-    "square, a batch inside": ((2, 3, 2), {"row_dims": (0,), "column_dims": (-1,)}, "aib -> i a b"),
-    "two legs each": (
-        (2, 3, 3, 2),
-        {"row_dims": (0, 2), "column_dims": (3, 1)},
-        "abcd -> (ac) (db)",
-    ),
-    "batch at both ends": (
-        (2, 3, 2, 2, 2),
-        {"row_dims": (-2, 1), "column_dims": 2},
-        "abcde -> ae (db) c",
-    ),
-    "one row": ((1, 3, 2), {"row_dims": 0}, "abc -> a (bc)"),
-    "one column": ((2, 3, 1), {"row_dims": (0, 1)}, "abc -> (ab) c"),
-    "transposed": ((3, 5), {"row_dims": 1, "column_dims": 0}, "ab -> b a"),
-    "as it is stored": ((4, 3), {"row_dims": (-2,), "column_dims": (-1,)}, "ab -> a b"),
-}
-
-
-def by_hand(tensor: Tensor, pattern: str) -> Tensor:
-    """Permute and reshape as the pattern says, of einops' kind."""
-    given, wanted = pattern.split(" -> ")
-    parts, inside = [], False
-    for letter in wanted.replace(" ", ""):
-        if letter in "()":
-            inside = letter == "("
-            parts += [""] if inside else []
-        elif inside:
-            parts[-1] += letter
-        else:
-            parts.append(letter)
-    order = [given.index(letter) for letter in itertools.chain(*parts)]
-    sizes = [math.prod(tensor.size(given.index(letter)) for letter in part) for part in parts]
-    return tensor.permute(order).reshape(sizes)
-
-
-def back(matrices: Tensor, pattern: str, shape: tuple[int, ...]) -> Tensor:
-    """Undo :func:`by_hand`, entry by entry."""
-    places = by_hand(torch.arange(math.prod(shape)).reshape(shape), pattern)
-    tensor = matrices.new_empty(math.prod(shape))
-    tensor[places.reshape(-1)] = matrices.reshape(-1)
-    return tensor.reshape(shape)
-
-
-def layout_of(tensor: Tensor, kind: str) -> Tensor:
-    """Return an equal tensor whose memory is in another order."""
-    if kind == "contiguous":
-        return tensor
-    order = list(range(tensor.ndim))[::-1]
-    return tensor.permute(order).contiguous().permute(order)
 
 
 @pytest.mark.parametrize("name", LEGS)
@@ -116,17 +54,6 @@ def test_a_tensor_that_is_stored_as_it_is_read_is_not_touched() -> None:
     ):
         tensor = torch.randn(5, 3)
         assert reading.matrices(tensor) is tensor
-
-
-def pair(name: str, kind: str, dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter, str]:
-    """Return a point as it is stored, the same as matrices of equal strides, and the pattern."""
-    shape, options, pattern = LEGS[name]
-    generator = torch.Generator().manual_seed(1)
-    reading = Stiefel(**options)
-    point = so.random_point(*shape, manifold=reading, generator=generator, dtype=dtype)
-    stored = layout_of(point, kind)
-    matrices = by_hand(layout_of(point.clone(), kind), pattern)
-    return so.ManifoldParameter(stored, reading), so.ManifoldParameter(matrices), pattern
 
 
 STEPS = mixed(
@@ -383,14 +310,6 @@ def test_readings_are_data_and_say_only_what_is_named() -> None:
     assert Stiefel(row_dims=0) == Stiefel(row_dims=[0]) == Stiefel(row_dims=(0,))  # type: ignore[arg-type]
 
 
-ALIKE: list[tuple[tuple[int, ...], Stiefel, Stiefel]] = [
-    ((3, 2, 4), Stiefel(row_dims=(0, 1)), Stiefel(column_dims=-1)),
-    ((3, 2, 4), Stiefel(row_dims=0), Stiefel(flatten=True)),
-    ((3, 2, 4), Stiefel(transposed=True), Stiefel(row_dims=2, column_dims=1)),
-    ((3, 2, 4), Stiefel(), Stiefel(row_dims=(-2,), column_dims=2)),
-]
-
-
 @pytest.mark.parametrize(("shape", "one", "other"), ALIKE)
 def test_equal_readings_are_one_in_checkpoints_and_tied_weights(
     shape: tuple[int, ...], one: Stiefel, other: Stiefel
@@ -424,33 +343,6 @@ def test_equal_readings_are_one_in_checkpoints_and_tied_weights(
     unlike = Stiefel(row_dims=(1, 0) if one != Stiefel() else (0, 1))
     with pytest.raises(ValueError, match="must be the saved one"):
         build(unlike)[1].load_state_dict(runs[0][1].state_dict())
-
-
-@pytest.mark.parametrize(("shape", "one", "other"), ALIKE)
-def test_pairs_of_lbfgs_are_kept_by_an_equal_reading(
-    shape: tuple[int, ...], one: Stiefel, other: Stiefel
-) -> None:
-    torch.manual_seed(0)
-    start, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape)
-    parameters = [so.ManifoldParameter(start, reading) for reading in (one, other)]
-
-    def step(parameter: Tensor, optimizer: so.StiefelLBFGS) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = (weight * parameter).square().sum() + parameter.sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        optimizer.step(closure)
-
-    optimizers = [so.StiefelLBFGS([each], max_iter=3) for each in parameters]
-    step(parameters[0], optimizers[0])
-    with torch.no_grad():
-        parameters[1].copy_(parameters[0])
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for each, optimizer in zip(parameters, optimizers, strict=True):
-        step(each, optimizer)
-    torch.testing.assert_close(parameters[0].detach(), parameters[1].detach())
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
@@ -509,55 +401,6 @@ def test_groups_carry_the_dimensions() -> None:
 # ---- other optimizers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LEGS)
-def test_lbfgs_minimize_and_on_manifold_do_as_with_the_matrix(name: str) -> None:
-    stored, matrices, pattern = pair(name, "contiguous", torch.float64)
-    shape = stored.shape
-    target = torch.randn(shape, dtype=torch.float64)
-    whole = by_hand(target, pattern)
-
-    def train(optimizer: torch.optim.Optimizer, parameter: Tensor, wanted: Tensor) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = (parameter - wanted).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)  # type: ignore[arg-type]
-
-    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
-        lambda p: so.on_manifold(torch.optim.Adam(p, 0.05)),
-        lambda p: so.StiefelLBFGS(p, max_iter=3),
-    ]
-    for make in makers:
-        for parameter, wanted in ((stored, target), (matrices, whole)):
-            train(make([parameter]), parameter, wanted)
-        torch.testing.assert_close(
-            by_hand(stored.detach(), pattern), matrices.detach(), rtol=1e-8, atol=1e-8
-        )
-    reading = stored.manifold  # type: ignore[attr-defined]
-    found = so.minimize(lambda x: (x - target).square().sum(), stored.detach(), reading)
-    best = by_hand(so.polar(target, reading), pattern)
-    other = so.minimize(lambda x: (x - whole).square().sum(), matrices.detach())
-    torch.testing.assert_close(by_hand(found.x, pattern), other.x, rtol=1e-5, atol=1e-5)
-    assert found.fun >= float((best - whole).square().sum()) - 1e-9
-
-
-def test_starts_of_a_square_matrix_with_several_dimensions_try_both_determinants() -> None:
-    reading = Stiefel(row_dims=(0, 2), column_dims=(1, 3))
-    target = so.random_point(2, 3, 3, 2, manifold=reading, dtype=torch.float64)
-    with torch.no_grad():
-        target[0, :, 0] *= torch.linalg.det(by_hand(target, "abcd -> (ac) (bd)")).sign()
-        for sign in (1, -1):
-            target[0, :, 0] *= sign
-            found = so.minimize(
-                lambda x: (x - target).square().sum(), target.shape, reading, starts=2
-            )
-            assert found.fun < 1e-5
-            assert found.component == sign
-
-
 # ---- what is said ------------------------------------------------------------------------------
 
 
@@ -604,31 +447,11 @@ def test_the_report_prints_the_dimensions() -> None:
 # ---- maps and velocities -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "map_"), mixed(len(LEGS), LEGS, ["tcwy", "cayley", "householder"])
-)
-def test_a_map_computes_the_tensor_of_its_matrices(name: str, map_: str) -> None:
-    shape, options, pattern = LEGS[name]
-    module = nn.Module()
-    start = so.random_point(*shape, manifold=Stiefel(**options), dtype=torch.float64)
-    module.weight = nn.Parameter(start.clone())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`weight` has determinant")
-        so.orthogonal(module, map=map_, **options)
-    matrices = by_hand(module.weight.detach(), pattern)
-    assert so.orthonormality_error(matrices) < 1e-12
-    is_square = matrices.size(-2) == matrices.size(-1)
-    if not is_square:
-        torch.testing.assert_close(module.weight.detach(), start)
-
-
 def test_a_convolution_whose_dimensions_are_named_is_no_kernel() -> None:
     options: dict[str, Any] = {"row_dims": (0, 2), "column_dims": (1, 3)}
-    for register in (so.constrain, so.orthogonal):
-        layer = nn.Conv2d(4, 8, 3, groups=2)
-        register(layer, **options)
-        (line,) = so.report(layer).lines
-        assert line.reading.startswith("1 x (24 x 6), columns, dimensions (0, 2) x (1, 3)")
+    layer = so.constrain(nn.Conv2d(4, 8, 3, groups=2), **options)
+    (line,) = so.report(layer).lines
+    assert line.reading.startswith("1 x (24 x 6), columns, dimensions (0, 2) x (1, 3)")
 
 
 @pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])

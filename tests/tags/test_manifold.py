@@ -9,6 +9,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from optimizers import BY_CLOSURE
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -123,13 +124,15 @@ def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
         everything = {field.name: getattr(reading, field.name) for field in fields(Stiefel)}
         assert set(data) == {key for key in everything if everything[key] != getattr(default, key)}
         assert Stiefel.from_dict(everything) == reading == Stiefel(**data)
+        assert eval(repr(reading)) == reading
+        assert repr(reading).count("=") == len(data)
     assert Stiefel().as_dict() == {}
 
 
-@pytest.mark.parametrize("optimizer", [so.StiefelSGD, so.StiefelLBFGS])
-def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(optimizer):
+@pytest.mark.parametrize("kind", BY_CLOSURE)
+def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(kind):
     layer = so.constrain(nn.Linear(6, 4))
-    optimizer = optimizer(so.param_groups(nn.ModuleList([layer]))[1:], lr=0.1)
+    optimizer = BY_CLOSURE[kind](so.param_groups(nn.ModuleList([layer]))[1:])
 
     def closure():
         optimizer.zero_grad()
@@ -247,7 +250,11 @@ def test_manifold_parameter_is_a_parameter_with_a_tag():
     assert so.ManifoldParameter(data).requires_grad
     assert so.ManifoldParameter(parameter).data_ptr() == data.data_ptr()
     assert so.ManifoldParameter(nn.Parameter(data)).is_leaf
-    assert "heads=2" in repr(parameter)
+    text = repr(parameter)
+    assert text.count("arameter") == 1
+    assert "heads=2" in text
+    assert "tensor([[" in text
+    assert "requires_grad=True" in repr(so.ManifoldParameter(data))
     assert type(parameter.detach()) is torch.Tensor
     assert type(parameter * 2) is torch.Tensor
     module = nn.Module()
@@ -386,3 +393,8 @@ def test_tag_works_on_parameters_of_other_types():
         tag(parameter, Stiefel())
         assert type(parameter) is kind
         assert manifold_of(parameter) == Stiefel()
+
+
+def test_one_head_is_no_head():
+    assert so.Stiefel(heads=1) == so.Stiefel()
+    assert so.Stiefel(rows=((0, 4), (4, 8)), heads=(1, 1)) == so.Stiefel(rows=((0, 4), (4, 8)))

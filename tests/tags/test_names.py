@@ -169,17 +169,13 @@ def test_a_weight_of_a_group_counts_as_one_that_was_constrained(key: Any) -> Non
         {"params": model[1].parameters(), "lr": 1e-3},
     ]
     optimizer = so.StiefelSGD(groups, lr=1.0)
-    average = so.averaged(model, decay=0.95)
     for _ in range(60):
         optimizer.zero_grad()
         (model(torch.randn(8, 8)) - 1).relu().square().mean().backward()
         optimizer.step()
-        average.update_parameters(model)
-    assert so.orthonormality_error(average) < 1e-5
     (line,) = so.report(model, optimizer).lines
     assert (line.name, line.skipped) == ("0.weight", 0)
     assert line.error < 1e-5
-    assert so.clip_grad_norm_(model[0].parameters(), 1e9) < 0.99 * model[0].weight.grad.norm()
     so.project_(model)
     with pytest.warns(UserWarning, match="weight of shape .* would not stay orthonormal"):
         torch.optim.Adam(model.parameters()).step()

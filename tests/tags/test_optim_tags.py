@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 from cases import in_turn
-from contract import OPTIMIZERS, constrained, model, on_machines, optimizer, train
+from contract import OPTIMIZERS, RULES, constrained, model, on_machines, optimizer, train
 from torch import nn
-from torch.optim import swa_utils
 
 import stiefel_opt as so
 
@@ -39,7 +38,7 @@ def assert_on_the_manifold(net, opt, tolerance=2e-6):
             assert (point.mT @ normal).abs().max() <= tolerance * size
 
 
-@pytest.mark.parametrize(("name", "edit"), in_turn([*OPTIMIZERS, "sgd", "adam", "rgd"], EDITS))
+@pytest.mark.parametrize(("name", "edit"), in_turn([*OPTIMIZERS, *RULES], EDITS))
 def test_edits_between_steps_leave_the_next_step_on_the_manifold(name, edit):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -49,25 +48,6 @@ def test_edits_between_steps_leave_the_next_step_on_the_manifold(name, edit):
     train(net, opt, 3, 4)
     assert_on_the_manifold(net, opt)
     train(net, opt, 4, 14)
-    assert_on_the_manifold(net, opt)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_weight_averaging(name):
-    """The average is off the manifold; training on from it is on it after one step."""
-    net = model()
-    opt = optimizer(name, net.parameters())
-    average = swa_utils.AveragedModel(net)
-    for step in range(5):
-        train(net, opt, step, step + 1)
-        average.update_parameters(net)
-    assert_on_the_manifold(net, opt)
-    assert so.orthonormality_error(average.module) > 1e-5
-    assert constrained(average.module).keys() == constrained(net).keys()
-    with torch.no_grad():
-        for p, mean in zip(net.parameters(), average.module.parameters(), strict=True):
-            p.copy_(mean)
-    train(net, opt, 5, 6)
     assert_on_the_manifold(net, opt)
 
 
@@ -129,11 +109,12 @@ def test_repr_shows_options_as_torch_does(name):
     shown = repr(opt)
     for group in opt.param_groups:
         group |= opt.resolved(group)
-        group["stiefel"] = "by tags" if group["stiefel"] is None else group["stiefel"]
+        key = group["stiefel"]
+        group["stiefel"] = "by tags" if key is None else so.Stiefel.from_dict(key)
     assert shown.startswith(torch.optim.Optimizer.__repr__(opt))
 
 
-@pytest.mark.parametrize("rule", [so.StiefelAdam, so.StiefelAdamW, so.AdaptiveAdam])
+@pytest.mark.parametrize("rule", [so.StiefelAdam, so.StiefelAdamW])
 def test_repr_shows_what_none_means(rule):
     p = so.ManifoldParameter(torch.eye(6, 3))
     opt = rule([p], lr=0.1)
@@ -159,7 +140,7 @@ def test_repr_shows_what_none_means(rule):
     assert torch.equal(*ends)
 
 
-@on_machines(cpu="sgd", as_accelerator="cayley-adam")
+@on_machines(cpu="sgd", as_accelerator="adam-amsgrad")
 def test_param_groups_options_by_kind(name):
     net = model()
     groups = so.param_groups(net, stiefel={"lr": 0.0}, plain={"lr": 0.5}, names=True)
@@ -206,7 +187,7 @@ def test_no_warning_where_the_intention_is_clear(build):
 # ---- velocity ------------------------------------------------------------------------------------
 
 
-@on_machines(cpu="sgd sgd-nesterov adam", as_accelerator="rgd cayley-sgd")
+@on_machines(cpu="sgd sgd-nesterov adam", as_accelerator="sgd-nesterov")
 def test_velocity_has_the_shapes_of_the_reading_and_can_be_set(name):
     net = model().double()
     opt = optimizer(name, net.parameters())
@@ -259,7 +240,7 @@ def test_velocity_of_what_is_not_constrained_here(outside):
 # ---- constrained again ---------------------------------------------------------------------------
 
 
-@on_machines(cpu="adam", as_accelerator="sgd", compiled="cayley-sgd")
+@on_machines(cpu="adam", as_accelerator="sgd", compiled="sgd")
 def test_a_parameter_tagged_between_steps_is_constrained_from_then_on(name):
     layer, other = nn.Linear(8, 8), so.constrain(nn.Linear(8, 8))
     opt = optimizer(name, [*layer.parameters(), *other.parameters()])
@@ -273,18 +254,3 @@ def test_a_parameter_tagged_between_steps_is_constrained_from_then_on(name):
     assert so.orthonormality_error(layer) < 1e-5
     assert opt.velocity(layer.weight)[1].shape == (2, 8, 4)
     assert opt.state[layer.weight]["step"] == 2
-
-
-@on_machines(cpu="sgd rgd", as_accelerator="adam")
-def test_another_reading_between_steps_starts_the_momentum_again(name):
-    layer = so.constrain(nn.Linear(8, 8), heads=2)
-    opt = optimizer(name, layer.named_parameters())
-    for heads in (2, 4):
-        so.constrain(layer, heads=heads)
-        layer.zero_grad()
-        layer(torch.ones(1, 8)).square().sum().backward()
-        if heads == 2:
-            opt.step()
-    opt.step()
-    assert so.orthonormality_error(layer) < 1e-5
-    assert opt.state[layer.weight]["step"] == 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from contract import warnings_of
+from optimizers import BY_CLOSURE
 from torch import nn
 
 import stiefel_opt as so
@@ -117,15 +118,10 @@ def test_loading_by_assignment_tells_the_truth() -> None:
 # ---- modules that are made of a constrained one ------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sgd", "lbfgs", "on_manifold"])
+@pytest.mark.parametrize("kind", BY_CLOSURE)
 def test_a_weight_that_torch_swaps_stays_constrained(kind: str) -> None:
     layer = so.constrain(nn.Linear(4, 6, bias=False))
-    params = [layer.weight]
-    optimizer: Any = {
-        "sgd": lambda: so.StiefelSGD(params, lr=0.1),
-        "lbfgs": lambda: so.StiefelLBFGS(params, max_iter=4),
-        "on_manifold": lambda: so.on_manifold(torch.optim.SGD(params, lr=0.1)),
-    }[kind]()
+    optimizer = BY_CLOSURE[kind]([layer.weight])
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

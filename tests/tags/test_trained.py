@@ -1,6 +1,5 @@
 """Constraining trained weights warns, by how far they move; fresh ones are silent."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -90,12 +89,10 @@ def test_a_weight_without_full_rank_is_told_that_its_point_is_one_of_many(
         DEFICIENT[name](layer.weight)
     value = layer.weight.detach().clone()
     others: dict[str, Callable[[], Any]] = {
-        "weight": lambda: so.orthogonal(copy.deepcopy(layer)),
         "data": lambda: so.ManifoldParameter(value),
         f"parameter of shape {shape[::-1]}": lambda: so.StiefelSGD(
             [{"params": [nn.Parameter(value.clone())], "stiefel": True}], lr=0.1
         ),
-        "start": lambda: so.minimize(lambda x: x.sum(), value, max_evaluations=1),
     }
     for called, act in others.items():
         assert RANK.format(called) in " ".join(warnings_of(act))
@@ -183,10 +180,6 @@ def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, 
 DOORS: dict[str, Callable[[nn.Linear], Any]] = {
     "parameter": lambda layer: so.ManifoldParameter(layer.weight),
     "group": lambda layer: so.StiefelSGD([{"params": layer.weight, "stiefel": True}], lr=0.1),
-    **{
-        name: lambda layer, name=name: so.orthogonal(layer, map=name)
-        for name in ("tcwy", "matrix_exp", "trivialization")
-    },
 }
 
 
@@ -259,15 +252,3 @@ def test_a_trained_orthonormal_weight_is_silent() -> None:
     with torch.no_grad():
         layer.weight.copy_(so.random_point(32, 64).bfloat16())
     assert not warnings_of(lambda: so.constrain(layer))
-
-
-def test_a_trained_attention_is_told_once() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
-    assert not warnings_of(lambda: so.constrain_attention(model))
-    for layer in model.layers:
-        so.release(layer.self_attn, "in_proj_weight")
-        with torch.no_grad():  # a direction that all inputs share, as training makes
-            layer.self_attn.in_proj_weight += torch.outer(torch.randn(96), torch.randn(32)) / 4
-    (text,) = warnings_of(lambda: so.constrain_attention(model))
-    assert "`layers.0.self_attn.in_proj_weight` and 2 more seem trained" in text

@@ -558,3 +558,16 @@ def test_a_penalty_that_was_only_logged_lets_no_nan_into_an_average() -> None:
         model.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"`weight` must be finite"):
         average.update_parameters(model)
+
+
+def test_averages_keep_it():
+    layer = so.constrain(nn.Linear(3, 3, bias=False), determinant=1)
+    average = so.averaged(layer)
+    for seed in range(6):
+        reading = so.Stiefel(determinant=1)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            layer.weight.copy_(so.random_point(3, 3, manifold=reading, generator=generator))
+        average.update_parameters(layer)
+        weight = average.module.weight
+        assert torch.linalg.det(weight).item() == pytest.approx(1)

@@ -140,6 +140,97 @@ def test_parts_of_attention_that_are_no_projections_and_convolutions_stay() -> N
     assert len(report.lines) == 2 * 6
 
 
+class Experts(nn.Module):
+    """Two experts with a gate beside what is gated; as (in, out), or both in turn."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        first, last = (torch.randn(2, 24, 8), torch.randn(2, 8, 12))
+        is_transposed, self.is_concatenated = kind == "transposed", kind != "in turn"
+        self.gate_up_proj = nn.Parameter(first.mT.clone() if is_transposed else first)
+        self.down_proj = nn.Parameter(last.mT.clone() if is_transposed else last)
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(2, 24))
+
+
+class TopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8))
+
+
+class Mixture(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention, self.gate, self.experts = Attention(), TopKRouter(), Experts(kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed", "in turn"])
+def test_experts_are_a_batch_with_two_matrices_where_there_is_a_gate(kind: str) -> None:
+    model = nn.ModuleList([Mixture(kind) for _ in range(2)])
+    report = so.constrain_transformer(model)
+    experts = model[1].experts
+    halves = list(
+        (experts.gate_up_proj.mT if kind == "transposed" else experts.gate_up_proj).chunk(2, 1)
+    )
+    for batch in [experts.down_proj, model[1].gate.weight, *(halves if kind != "in turn" else [])]:
+        tall = batch if batch.size(-2) >= batch.size(-1) else batch.mT
+        torch.testing.assert_close(
+            tall.mT @ tall, torch.eye(tall.size(-1)).expand(*tall.shape[:-2], -1, -1)
+        )
+    named = [f"{place}.experts.gate_up_proj" for place in range(2)]
+    assert [path for path, _ in report.skipped] == (named if kind == "in turn" else [])
+    train(model, lambda: sum(weight.square().mean() for weight in model.parameters()))
+
+
+def train(model: nn.Module, loss_of) -> None:
+    opt = so.StiefelAdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        opt.zero_grad()
+        loss_of().backward()
+        opt.step()
+    assert float(so.orthonormality_error(model)) < 1e-5
+
+
+class Recurrence(nn.Module):
+    """What holds several matrices in one weight, beside a convolution over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(8, 40), nn.Linear(16, 8)
+        self.conv = nn.Conv1d(24, 24, 4, groups=24)
+
+
+class Layer(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer, self.up, self.down = mixer, nn.Linear(8, 20), nn.Linear(20, 8)
+
+
+class RecurrentLayer(Layer):
+    """Of another class than its neighbours."""
+
+
+@pytest.mark.parametrize("kind", [Layer, RecurrentLayer])
+def test_layers_without_attention_beside_those_with_it_are_blocks(kind: type[Layer]) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer(Attention()), kind(Recurrence())])
+    model.head = nn.Linear(8, 2)
+    report = so.constrain_transformer(model)
+    names = [line[0] for line in report.lines if line[0].startswith("layers.1")]
+    assert names == [f"layers.1.{name}.weight" for name in ("mixer.out_proj", "up", "down")]
+    assert [path for path, _ in report.skipped] == ["layers.1.mixer.in_proj", "layers.1.mixer.conv"]
+
+
+def test_a_list_of_attention_modules_has_its_blocks_beside_it() -> None:
+    model = nn.Module()
+    model.attentions = nn.ModuleList([Attention() for _ in range(3)])
+    model.mlps = nn.ModuleList([Gated() for _ in range(3)])
+    model.heads = nn.ModuleList([nn.Linear(8, 2)])
+    names = [line[0] for line in so.constrain_transformer(model).lines]
+    assert len(names) == 3 * (4 + 2)
+    assert not any(name.startswith("heads") for name in names)
+
+
 def test_refusals_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     before = model[0].weight.detach().clone()

@@ -186,38 +186,6 @@ def test_project_gives_the_nearest_points_and_spares_plain_rows():
     assert so.orthonormality_error(model) < 1e-5
 
 
-def test_values_that_went_through_bfloat16():
-    model = constrained_model()
-    saved = {name: value.bfloat16() for name, value in model.state_dict().items()}
-    fresh = constrained_model()
-    with pytest.warns(UserWarning, match=r"weight` is loaded with values in torch.bfloat16"):
-        fresh.load_state_dict(saved)
-    assert so.orthonormality_error(fresh) > 1e-4
-    so.project_(fresh)
-    assert so.orthonormality_error(fresh) < 1e-5
-    torch.testing.assert_close(fresh[0].weight, model[0].weight, rtol=0, atol=1e-2)
-
-
-def test_half_precision_is_projected_in_float32_and_rounded():
-    model = constrained_model().bfloat16()
-    with torch.no_grad():
-        model[0].weight.mul_(1.5)
-    so.project_(model)
-    assert model[0].weight.dtype is torch.bfloat16
-    assert so.orthonormality_error(model) < 2e-2
-
-
-def test_meta_is_skipped_and_nan_is_named():
-    with torch.device("meta"):
-        model = so.constrain(nn.Linear(3, 3))
-    assert so.project_(model).weight.is_meta
-    model = constrained_model()
-    with torch.no_grad():
-        model[1].weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"`1.weight` must be finite to be projected"):
-        so.project_(model)
-
-
 # ---- clipping ----------------------------------------------------------------------------------
 
 
@@ -670,3 +638,10 @@ def test_flat_shards_are_named(flat, tmp_path):
                 so.report(found[0])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_converting_a_torch_parametrization_keeps_its_one_matrix() -> None:
+    lstm = nn.utils.parametrizations.orthogonal(nn.LSTM(6, 8), "weight_hh_l0")
+    value = lstm.weight_hh_l0.detach().clone()
+    so.from_torch_orthogonal(lstm)
+    torch.testing.assert_close(lstm.weight_hh_l0.detach(), value)

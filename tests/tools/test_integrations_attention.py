@@ -7,13 +7,14 @@ each says how a head's weights are cut out of what is stored.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from cases import in_turn
+from contract import warnings_of
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -215,18 +216,138 @@ def test_grouped_heads_follow_from_the_shapes():
     assert model.v_proj.weight.manifold == so.Stiefel(heads=KEY_HEADS)
 
 
+# ---- several projections in one weight ---------------------------------------------------------
+
+
+def side_by_side(weight: Tensor, keys: int, value: int) -> dict[str, Tensor]:
+    parts = weight.split([HEADS * SIZE, keys * SIZE, keys * value])
+    return dict(zip("qkv", parts, strict=True))
+
+
+def one_after_the_other(weight: Tensor, keys: int, value: int) -> dict[str, Tensor]:
+    groups = weight.unflatten(0, (keys, -1)).split([HEADS // keys * SIZE, SIZE, value], dim=1)
+    return {letter: part.flatten(0, 1) for letter, part in zip("qkv", groups, strict=True)}
+
+
+# name, heads of keys, width of values, attributes, and how the rows are taken apart
+FUSED = {
+    "NeoX": ("query_key_value", HEADS, SIZE, {}, one_after_the_other),
+    "Falcon": ("query_key_value", KEY_HEADS, SIZE, {"num_kv_heads": 2}, one_after_the_other),
+    "Falcon, one key": ("query_key_value", 1, SIZE, {"num_kv_heads": 1}, one_after_the_other),
+    "Phi-3": ("qkv_proj", KEY_HEADS, SIZE, {"num_key_value_heads": 2}, side_by_side),
+    "StarCoder": ("c_attn", 1, SIZE, {"kv_heads": 1, "multi_query": True}, side_by_side),
+    "MaxViT": ("qkv", HEADS, SIZE, {"head_first": True}, one_after_the_other),
+    "LeViT": ("queries_keys_values", HEADS, 2 * SIZE, {}, one_after_the_other),
+}
+OUTPUT = {"qkv_proj": "o_proj", "queries_keys_values": "projection"}
+
+
+class FusedAttention(Holder):
+    """Attention with one weight for queries, keys and values."""
+
+    def __init__(self, kind: str) -> None:
+        name, keys, value, attributes, self.take_apart = FUSED[kind]
+        rows = HEADS * SIZE + keys * (SIZE + value)
+        layers = {
+            name: nn.Sequential(nn.Linear(WIDTH, rows, bias=False), nn.BatchNorm1d(rows)),
+            OUTPUT.get(name, "dense"): nn.Linear(HEADS * value, WIDTH),
+        }
+        super().__init__(layers, num_attention_heads=HEADS, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"), [*in_turn([*FUSED] * 2, ["qkv", "qk", "v", "q", "qkv"])]
+)
+def test_fused_weights_move_as_the_separate_ones_would(kind, which):
+    torch.manual_seed(0)
+    name, keys, value, _, take_apart = FUSED[kind]
+    fused = FusedAttention(kind).double()
+    one = dict(fused.named_children())[name][0]
+    parts = {letter: part.detach() for letter, part in take_apart(one.weight, keys, value).items()}
+    separate = nn.Module()
+    separate.num_heads = HEADS
+    for letter, part in parts.items():
+        layer = nn.Linear(WIDTH, len(part), bias=False, dtype=torch.float64)
+        layer.weight = nn.Parameter(part.clone())
+        setattr(separate, f"{letter}_proj", layer)
+    so.constrain_attention(fused, which=which)
+    so.constrain_attention(separate, which=which)
+
+    target = {letter: torch.randn_like(part) for letter, part in parts.items()}
+
+    def fused_weights():
+        return take_apart(one.weight, keys, value)
+
+    def separate_weights():
+        return {letter: getattr(separate, f"{letter}_proj").weight for letter in parts}
+
+    for model, weights in ((fused, fused_weights), (separate, separate_weights)):
+        opt = so.StiefelAdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            sum((w - target[n]).square().sum() for n, w in weights().items()).backward()
+            opt.step()
+    moved = fused_weights()
+    for letter, weight in separate_weights().items():
+        torch.testing.assert_close(moved[letter], weight, rtol=0, atol=1e-10)
+        if letter in which:
+            for head in weight.detach().split(value if letter == "v" else SIZE):
+                assert gram_error(head) < 1e-10
+
+
+class LatentAttention(Holder):
+    """Queries, keys and values made of latents, and a part of all keys that is rotated."""
+
+    def __init__(self) -> None:
+        layers = {
+            "q_a_proj": nn.Linear(WIDTH, 9),
+            "q_b_proj": nn.Linear(9, HEADS * (SIZE + 2)),
+            "kv_a_proj_with_mqa": nn.Linear(WIDTH, 7 + 2),
+            "kv_b_proj": nn.Linear(7, HEADS * (SIZE + 4)),
+            "o_proj": nn.Linear(HEADS * 4, WIDTH),
+        }
+        super().__init__(layers, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "kv", "qkvo"])
+def test_latent_attention_is_read_by_what_its_rows_become(which):
+    model = LatentAttention()
+    so.constrain_attention(model, which=which)
+    _, rotated = model.kv_a_proj_with_mqa.weight.split([7, 2])
+    pairs = model.kv_b_proj.weight.unflatten(0, (HEADS, -1))
+    matrices = {
+        "q": model.q_b_proj.weight.split(SIZE + 2),
+        "k": [rotated, *pairs[:, :SIZE]],
+        "v": pairs[:, SIZE:],
+        "o": model.o_proj.weight.split(4, dim=1),
+    }
+    for letter, own in matrices.items():
+        for matrix in own:
+            assert (gram_error(matrix.detach()) < 1e-5) == (letter in which)
+
+
+def test_gates_beside_queries_are_no_queries():
+    sizes = {"q": 2 * HEADS * SIZE, "k": KEY_HEADS * SIZE, "v": KEY_HEADS * SIZE}
+    model = projections({f"{n}_proj": size for n, size in sizes.items()}, num_kv_heads=KEY_HEADS)()
+    so.constrain_attention(model)
+    pairs = model.q_proj.weight.detach().unflatten(0, (HEADS, 2, SIZE))
+    for query, gate in pairs:
+        assert gram_error(query) < 1e-5 < gram_error(gate)
+    assert model.k_proj.weight.manifold == so.Stiefel(heads=KEY_HEADS)
+
+
 def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
-    class FalconAttention(Holder):
+    class NewAttention(Holder):
         pass
 
-    unknown = FalconAttention({"query_key_value": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
+    unknown = NewAttention({"all_in_one": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
     model = nn.Sequential(unknown, TimmAttention())
-    before = unknown.query_key_value.weight.detach().clone()
+    before = unknown.all_in_one.weight.detach().clone()
     found = so.constrain_attention(model)
     assert [line[0] for line in found.lines] == ["1.qkv.weight"]
-    assert found.skipped == (("0", "FalconAttention: its parts are query_key_value"),)
-    assert "not constrained:\n  0: FalconAttention: its parts are query_key_value" in str(found)
-    assert torch.equal(unknown.query_key_value.weight, before)
+    assert found.skipped == (("0", "NewAttention: its parts are all_in_one"),)
+    assert "not constrained:\n  0: NewAttention: its parts are all_in_one" in str(found)
+    assert torch.equal(unknown.all_in_one.weight, before)
 
 
 def grouped_in_one_weight():
@@ -249,7 +370,7 @@ def without_heads():
 
 def wrapped():
     module = BertSelfAttention()
-    module.key = nn.Sequential(module.key)
+    module.key = nn.Sequential(module.key, nn.Linear(WIDTH, WIDTH))
     return module
 
 
@@ -258,6 +379,10 @@ def not_finite():
     with torch.no_grad():
         model[1].qkv.weight[0, 0] = math.nan
     return model
+
+
+def in_turn_of_heads(name):
+    return Holder({name: nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
 
 
 def projections(sizes: dict[str, int], **attributes):
@@ -295,7 +420,7 @@ REFUSED = [
         lambda: Holder({"qkv": nn.Linear(WIDTH, 35)}, num_heads=HEADS),
         {},
         ValueError,
-        "qkv has 35 outputs, not 3 equal parts",
+        "qkv.weight has 35 rows, which are no 4 heads of queries and 4 of keys and values",
     ),
     (
         lambda: Holder(
@@ -313,30 +438,31 @@ REFUSED = [
         grouped_in_one_weight,
         {"constraint": "across"},
         ValueError,
-        "the model itself: TimmAttention: one weight holds queries and the keys of 2 heads",
+        "the model itself: TimmAttention: its keys have the width of 4 heads, but it states 2",
     ),
     (
         grouped_under_another_name,
         {},
         ValueError,
-        f"qkv.weight is not three parts of {WIDTH // 2} rows if proj takes {WIDTH} inputs",
+        "qkv.weight has 18 rows, which are no 4 heads of queries and 4 of keys and values of width",
     ),
-    *(
-        (
-            functools.partial(
-                Holder, {"qkv": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS, **{name: value}
-            ),
-            {},
-            ValueError,
-            "each head of qkv.weight holds its query, key and value in turn",
-        )
-        for name, value in (("multi_query", False), ("head_first", True))
+    (
+        lambda: in_turn_of_heads("query_key_value"),
+        {"constraint": "across"},
+        ValueError,
+        "query_key_value holds one head after the other.*use 'within'",
+    ),
+    (
+        lambda: in_turn_of_heads("qkv_proj"),
+        {},
+        ValueError,
+        r"the order of the rows of qkv_proj differs.*names={'qkv': 'qkv_proj'}.*{'\(qkv\)'",
     ),
     (  # queries and gates in one weight, as in Qwen3-Next
         projections({"to_q": 24, "to_k": 12, "to_v": 12}, num_heads=4, num_key_value_heads=4),
         {"constraint": "across"},
         ValueError,
-        "its keys have the width of 2 heads, but it states 4",
+        "to_q holds one head after the other",
     ),
     (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
     (wrapped, {}, ValueError, "key is a torch.Sequential, not a linear layer"),
@@ -434,3 +560,88 @@ def test_an_output_that_is_missing_or_doubtful_is_named():
     for which in ("oq", "qq", "", "x", 3):
         with pytest.raises(ValueError, match=r"`which` must be one or more of 'q', 'k', 'v', 'o'"):
             so.constrain_attention(model, which=which)
+
+
+class Attention(nn.Module):
+    def __init__(self, names: str, heads: str, width: int = 8) -> None:
+        super().__init__()
+        for name in names.split():
+            setattr(self, name, nn.Linear(width, width * (3 if name == "fused" else 1)))
+        setattr(self, heads, 2)
+
+
+def test_layers_of_any_name_are_constrained() -> None:
+    net = nn.ModuleList([Attention("ask give tell", "n_h"), Attention("ask give tell", "n_h")])
+    with pytest.raises(
+        ValueError, match=r"say what it calls its layers, names=.*looked for the la"
+    ):
+        so.constrain_attention(net)
+    names = {"k": "give", "q": "ask", "v": "tell", "heads": "n_h"}
+    found = so.constrain_attention(net, which="qkv", names=names)
+    assert [line[0] for line in found.lines[:3]] == [
+        "0.ask.weight",
+        "0.give.weight",
+        "0.tell.weight",
+    ]
+    assert net[1].tell.weight.manifold == so.Stiefel(heads=2)
+    with pytest.raises(ValueError, match=r"has one of num_heads, .*; say names={'heads': ...}"):
+        so.constrain_attention(net, names={"q": "ask", "k": "give"})
+    fused = Attention("fused", "num_heads")
+    so.constrain_attention(fused, names={"qkv": "fused"})
+    assert fused.fused.weight.manifold == so.Stiefel(heads=2, rows=((0, 8), (8, 16)))
+    so.constrain_attention(Attention("w_q w_k w_v", "n_heads"))
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ({"q": "ask"}, ValueError, "`names` must name q, k and perhaps v, each once"),
+        ({"q": "ask", "k": "give", "p": "tell"}, ValueError, "`names` must name q, k"),
+        ({"q": 1, "k": "give"}, TypeError, "`names` must be a dict of names"),
+        (["ask"], TypeError, "`names` must be a dict of names"),
+        ({"q": "ask", "k": "lost"}, ValueError, "contain an attention module that can be read"),
+    ],
+)
+def test_wrong_names_are_told(names: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        so.constrain_attention(Attention("ask give", "heads"), names=names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_attention_of_every_precision_is_constrained(dtype: torch.dtype) -> None:
+    net = nn.MultiheadAttention(8, 2).to(dtype)
+    so.constrain_attention(net)
+    assert net.in_proj_weight.dtype is dtype
+    assert so.orthonormality_error(net) < 20 * torch.finfo(dtype).eps
+    with pytest.raises(TypeError, match="`in_proj_weight` must be one of float32"):
+        so.constrain_attention(nn.MultiheadAttention(8, 2).to(torch.float8_e4m3fn))
+
+
+def test_trained_attention_keeps_its_scale_and_says_how_far_it_moved() -> None:
+    net = nn.MultiheadAttention(8, 2)
+    with torch.no_grad():
+        net.in_proj_weight *= 5
+    twin, before = copy.deepcopy(net), net.in_proj_weight.detach().clone()
+    far, near = so.constrain_attention(net), so.constrain_attention(twin, scale="keep")
+    norms = [w[:16].detach().norm() for w in (before, twin.in_proj_weight)]
+    torch.testing.assert_close(norms[1], norms[0])
+    moved = [float(found.lines[0][3].rstrip("%")) for found in (far, near)]
+    assert moved[0] > 1.5 * moved[1]
+    assert "moved" in str(near)
+    nn.init.zeros_(twin.in_proj_weight)
+    reading = twin.in_proj_weight.manifold
+    with pytest.raises(ValueError, match="`in_proj_weight` must be finite and not zero"):
+        so.constrain_attention(twin, scale="keep")
+    assert twin.in_proj_weight.manifold is reading
+
+
+def test_a_trained_attention_is_told_once() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
+    assert not warnings_of(lambda: so.constrain_attention(model))
+    for layer in model.layers:
+        so.release(layer.self_attn, "in_proj_weight")
+        with torch.no_grad():  # a direction that all inputs share, as training makes
+            layer.self_attn.in_proj_weight += torch.outer(torch.randn(96), torch.randn(32)) / 4
+    (text,) = warnings_of(lambda: so.constrain_attention(model))
+    assert "`layers.0.self_attn.in_proj_weight` and 2 more seem trained" in text

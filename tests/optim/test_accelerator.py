@@ -1,0 +1,517 @@
+"""The step of an accelerator: nothing waits for it, few products, little memory, the same numbers.
+
+No accelerator is needed: `as_accelerator` makes the package believe that the CPU is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import in_turn
+from contract import (
+    IS_ON_CPU,
+    RULES,
+    TABLE,
+    assert_same,
+    backward,
+    constrained,
+    every_rule,
+    model,
+    optimizer,
+    through_file,
+    train,
+    tried_with,
+)
+from held import bytes_of
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stiefel_opt as so
+from stiefel_opt.numerics.device import index_on
+from stiefel_opt.optim.commit import take_step
+
+pytestmark = pytest.mark.usefixtures("as_accelerator")
+
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+
+
+class Counted(TorchDispatchMode):
+    """Calls, scalar multiplications in products of matrices, and calls that wait for a device.
+
+    Torch's own Adam reads the step numbers of plain parameters, which it keeps on the host.
+    """
+
+    def __init__(self, opt: Any) -> None:
+        super().__init__()
+        self.calls = self.multiplications = 0
+        self.waits: list[str] = []
+        self.on_host = {
+            state["step"].data_ptr()
+            for parameter, state in opt.state.items()
+            if "step" in state and not isinstance(parameter, so.ManifoldParameter)
+        }
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.calls += not func.is_view
+        if name in READS and args[0].data_ptr() not in self.on_host:
+            self.waits.append(name)
+        if name in ("mm", "bmm"):
+            self.multiplications += args[0].numel() * args[1].shape[-1]
+        elif name.rstrip("_") in ("addmm", "baddbmm"):
+            self.multiplications += args[1].numel() * args[2].shape[-1]
+        return found
+
+
+def steady(
+    name: str, shape: tuple[int, ...], reading: so.Stiefel | None = None, **options: Any
+) -> tuple[nn.Parameter, Any]:
+    """A weight after nine steps along a gradient whose spectral norm is 30."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.linalg.qr(torch.randn(shape, generator=generator)).Q
+    weight = so.ManifoldParameter(value, reading or so.Stiefel())
+    rule = TABLE[name].optimizer
+    opt = rule([weight], lr=1e-3, **options)
+    grad = torch.randn(shape, generator=generator)
+    weight.grad = 30 * grad / torch.linalg.matrix_norm(grad, 2, keepdim=True)
+    for _ in range(9):
+        opt.step()
+    return weight, opt
+
+
+# ---- what a step costs ---------------------------------------------------------------------------
+
+BARS = [
+    ("sgd", (512, 64), 10),
+    ("sgd", (512, 256), 14),
+    ("sgd", (256, 256), 9.1),
+    ("adam", (512, 64), 14),
+    ("adam", (512, 256), 18),
+    ("adam", (256, 256), 8),
+    ("sgd", (128, 2), 7),
+    ("adam", (128, 2), 10),
+]
+# A small weight costs what its calls cost.
+CALLS = {"sgd": {"skip": 70, "ignore": 56}, "adam": {"skip": 106, "ignore": 91}}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "bar", "nonfinite"),
+    [(*row, choice) for row, choice in in_turn(BARS, ["skip", "ignore", "skip"])],
+)
+def test_a_steady_step_needs_few_products_and_calls(
+    name: str, shape: tuple[int, int], bar: float, nonfinite: str
+) -> None:
+    _, opt = steady(name, shape, nonfinite=nonfinite)
+    found = []
+    for _ in range(2):
+        with Counted(opt) as counted:
+            opt.step()
+        found.append(counted.multiplications / (shape[0] * shape[1] ** 2))
+        assert counted.calls <= CALLS[name][nonfinite]
+    assert sum(found) / len(found) <= bar
+
+
+@pytest.mark.parametrize(("name", "more"), [("sgd", 16), ("adam", 19), ("adamw", 19)])
+def test_a_learned_scale_needs_few_calls_more(name: str, more: int) -> None:
+    found = []
+    for learn_scale in (False, True):
+        _, opt = steady(name, (64, 8), so.Stiefel(learn_scale=learn_scale))
+        with Counted(opt) as counted:
+            for _ in range(8):
+                opt.step()
+        found.append(counted.calls)
+    assert found[1] - found[0] <= 8 * more
+
+
+@pytest.mark.parametrize(("name", "nonfinite"), in_turn(RULES, ["skip", "ignore"]))
+def test_a_steady_step_waits_for_nothing(name: str, nonfinite: str) -> None:
+    """Heads, ranges of rows, squares, convolutions and plain parameters together."""
+    net = model()
+    opt = optimizer(name, net.named_parameters(), nonfinite=nonfinite)
+    train(net, opt, 0, 10)  # past two steps that correct rounding
+    for step in range(10, 13):
+        backward(net, step)
+        with Counted(opt) as counted:
+            opt.step()
+        assert counted.waits == []
+
+
+@pytest.mark.parametrize(("name", "fused"), in_turn(RULES, [None, False]))
+def test_nothing_is_copied_to_the_host(
+    name: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows of fused attention weights follow torch's rules, with their step counters."""
+    weights = []
+    for _ in range(3):
+        layer = nn.MultiheadAttention(16, 4)
+        so.constrain(layer, "in_proj_weight", rows=[(0, 16), (16, 32)], heads=4)
+        weights.append(layer.in_proj_weight)
+    opt = optimizer(name, weights, **({"fused": fused} if TABLE[name].of_torch else {}))
+    copies = 0
+    original = torch.Tensor.cpu
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal copies
+        copies += 1
+        return original(tensor, *args, **kwargs)
+
+    for step in range(4):
+        if step == 3:
+            monkeypatch.setattr(torch.Tensor, "cpu", counting)
+        generator = torch.Generator().manual_seed(step)
+        for weight in weights:
+            weight.grad = 0.01 * torch.randn(weight.shape, generator=generator)
+        opt.step()
+    monkeypatch.undo()
+    assert copies == 0
+
+
+MANY, ALONE = [(512, 64)] * 32, [(512, 64)]  # those of one matrix live at the same time
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "bar", "machine"),
+    [
+        ("sgd", MANY, 1.5, "as_accelerator"),
+        ("adam", MANY, 2.0, "as_accelerator"),
+        ("sgd", ALONE, 5.1, "as_accelerator"),
+        ("adam", ALONE, 8.2, "as_accelerator"),
+        ("sgd", ALONE, 3.6, "cpu"),
+        ("adam", ALONE, 7.0, "cpu"),
+    ],
+)
+@pytest.mark.parametrize("nonfinite", ["skip", pytest.param("ignore", marks=pytest.mark.slow)])
+def test_temporaries_stay_below_the_parameters(
+    name: str,
+    shapes: list[tuple[int, int]],
+    bar: float,
+    machine: str,
+    nonfinite: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if machine == "cpu":
+        monkeypatch.setattr(IS_ON_CPU, lambda _: True)
+    monkeypatch.setattr("stiefel_opt.optim.blocks._BYTES_ELSEWHERE", 2**19)  # an eighth of many
+    generator = torch.Generator().manual_seed(0)
+    start = torch.linalg.qr(torch.randn(shapes[0], generator=generator)).Q
+    weights = [so.ManifoldParameter(start.clone()) for _ in shapes]
+    rule = TABLE[name].optimizer
+    opt = rule(weights, lr=1e-3, nonfinite=nonfinite)
+    for weight in weights:
+        weight.grad = 0.01 * torch.randn(weight.shape, generator=generator)
+    for _ in range(3):
+        opt.step()
+    held: list[int] = []
+    for steps in (1, 2):
+        peak = current = 0
+        for _ in range(3):  # the profiler loses its events now and then
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+                for _ in range(steps):
+                    opt.step()
+            events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+            if events:
+                break
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            current += event.nbytes()
+            peak = max(peak, current)
+        held.append(current)
+        assert 0 < peak <= bar * bytes_of(weights), peak / bytes_of(weights)
+    assert held[1] - held[0] <= 1e4  # the length of the last step is kept, of none before it
+
+
+# ---- the same numbers ----------------------------------------------------------------------------
+
+
+def trained(
+    name: str, dtype: torch.dtype, steps: int, host: bool, spoil: dict[int, str], **options: Any
+) -> tuple[nn.Module, Any]:
+    """Train with gradients that depend on the step only; in `spoil` those of a layer are NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        if host:
+            patch.setattr(IS_ON_CPU, lambda tensor: tensor.device.type == "cpu")
+        net = so.retag(model().to(dtype))
+        opt = optimizer(name, net.named_parameters(), **{"weight_decay": 0, **options})
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(100 + step)
+            for key, parameter in net.named_parameters():
+                grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.grad = grad.to(dtype)
+                if key == spoil.get(step):
+                    parameter.grad.view(-1)[1] = torch.nan
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                opt.step()
+                opt.state_dict()  # where skipped steps are told at the latest
+    return net, opt
+
+
+@pytest.mark.parametrize(("name", "nonfinite"), in_turn(RULES, ["skip", "ignore"]))
+def test_the_steps_are_those_of_a_cpu(name: str, nonfinite: str) -> None:
+    net, _ = trained(name, torch.float64, 12, False, {}, nonfinite=nonfinite)
+    twin, _ = trained(name, torch.float64, 12, True, {}, nonfinite=nonfinite)
+    for (key, one), two in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=TABLE[name].unread, msg=key)
+    assert so.orthonormality_error(net) < 1e-14
+
+
+@every_rule
+def test_steps_that_jump_in_length_stay_on_the_manifold(name: str) -> None:
+    """A bound of the step before says nothing then; what turns too far is held."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+        for shape in ((9, 4), (9, 4), (5, 5))
+    ]
+    opt = optimizer(name, weights, weight_decay=0)
+    for step in range(40):
+        size = 10.0 ** ((7 * step) % 11 - 5)
+        for weight in weights:
+            weight.grad = size * torch.randn(weight.shape, generator=generator)
+        opt.step()
+        for weight in weights:
+            assert so.orthonormality_error(weight) < 1e-4, step
+    assert opt.skipped_steps() == {}
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), "falls"], ids=str)
+@pytest.mark.parametrize("shape", [(40, 8), (96, 48)])
+def test_every_second_slope_may_be_steep(shape: tuple[int, int], lr: float | Tensor | str) -> None:
+    """The slope of a step is known to the next one, which is about another."""
+    generator = torch.Generator().manual_seed(0)
+    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+    opt = so.StiefelSGD([weight], lr=0.1 if isinstance(lr, str) else lr)
+    for step in range(40):
+        weight.grad = 1e-2 * torch.randn(shape, generator=generator)
+        if isinstance(lr, str):
+            opt.param_groups[0]["lr"] = 0.1 if step % 2 else 1e-4
+        if step % 2:
+            weight.grad += 100 * weight.detach()
+        opt.step()
+        assert so.orthonormality_error(weight) < (1e-4 if step % 2 else 2e-6), step
+
+
+@pytest.mark.parametrize("shapes", [((40, 8), (40, 8)), ((40, 8), (30, 8))])
+@pytest.mark.parametrize("slopes", [(0.2, 0.2), (10.0, 0.2)])
+def test_gradients_may_take_turns(
+    shapes: tuple[tuple[int, int], ...], slopes: tuple[float, float]
+) -> None:
+    """Rounding is removed from each weight after eight of its own steps, by its own slope."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+        for shape in shapes
+    ]
+    opt = so.StiefelSGD(weights, lr=0.1)
+    for step in range(160):
+        opt.zero_grad()
+        weight, slope = weights[step % 2], slopes[step % 2]
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.grad = slope * weight.detach() + 1e-2 * noise
+        opt.step()
+        assert all(so.orthonormality_error(w) < 1e-4 for w in weights), step
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_turn(RULES, [torch.float32, torch.bfloat16]))
+def test_a_nan_leaves_the_bits_of_one_that_never_saw_it(name: str, dtype: torch.dtype) -> None:
+    net, opt = trained(name, dtype, 3, False, {})
+    before = copy.deepcopy({n: (p.detach(), dict(opt.state[p])) for n, p in net.named_parameters()})
+    bad = ("q.weight", "turn.weight", "fused.weight")
+    generator = torch.Generator().manual_seed(7)
+    for key, parameter in net.named_parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        if key in bad:
+            parameter.grad.view(-1)[1] = torch.nan
+    opt.step()
+    for key, parameter in net.named_parameters():
+        value, state = before[key]
+        if key in bad:
+            assert_same(parameter.detach(), value, key)
+            assert_same(dict(opt.state[parameter]), state, key)
+        else:
+            assert not torch.equal(parameter, value), key
+            assert parameter.isfinite().all(), key
+    assert opt.skipped_steps() == dict.fromkeys(sorted(bad, key=list(before).index), 1)
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.state_dict()
+
+
+@tried_with("sgd", "adam")
+def test_the_others_move_by_the_same_bits_beside_a_nan(name: str) -> None:
+    """In the steps behind it their numbers are those of the device, and of others the longest."""
+    for steps in (4, 6):
+        spoilt, _ = trained(name, torch.float32, steps, False, {3: "k.weight"})
+        clean, _ = trained(name, torch.float32, steps, False, {})
+        for (key, one), two in zip(spoilt.named_parameters(), clean.parameters(), strict=True):
+            if steps == 4 or key == "k.weight":
+                assert torch.equal(one, two) is (key != "k.weight"), key
+            else:
+                torch.testing.assert_close(one, two, rtol=0, atol=1e-5, msg=key)
+
+
+@every_rule
+def test_gradients_may_come_and_go(name: str) -> None:
+    """Which exist is known to the host: no reason to wait."""
+    nets = [so.retag(model().double()) for _ in range(2)]
+    opts = [optimizer(name, net.named_parameters(), weight_decay=0) for net in nets]
+    for step in range(12):
+        for index, (net, opt) in enumerate(zip(nets, opts, strict=True)):
+            backward(net, step)
+            for number, parameter in enumerate(net.parameters()):
+                if (number + step) % 3 == 0 and step > 1:
+                    parameter.grad = None
+            with pytest.MonkeyPatch.context() as patch:
+                if index:
+                    patch.setattr(IS_ON_CPU, lambda _: True)
+                with Counted(opt) as counted:
+                    opt.step()
+            assert index or step < 10 or counted.waits == []
+    for (key, one), two in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=TABLE[name].unread, msg=key)
+    rounding = 1e-10 if TABLE[name].searches else 1e-13
+    assert all(so.orthonormality_error(p) < rounding for p in constrained(nets[0]).values())
+
+
+@tried_with("sgd", "adam-amsgrad")
+def test_a_checkpoint_continues_the_training(name: str) -> None:
+    """To rounding, as the bounds of the step before are not saved; bit for bit if that is asked."""
+    for is_exact in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            asked = "are_deterministic_algorithms_enabled"
+            patch.setattr(torch, asked, lambda is_exact=is_exact: is_exact)
+            net, opt = trained(name, torch.float64, 11, False, {})
+            fresh = so.retag(model(5).double())
+            fresh_opt = optimizer(name, fresh.named_parameters(), weight_decay=0)
+            fresh.load_state_dict(through_file(net.state_dict()))
+            fresh_opt.load_state_dict(through_file(opt.state_dict()))
+            for step in range(11, 17):  # past a step that removes rounding
+                generator = torch.Generator().manual_seed(step)
+                for one, two in zip(net.parameters(), fresh.parameters(), strict=True):
+                    one.grad = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+                    two.grad = one.grad
+                opt.step()
+                fresh_opt.step()
+        atol = 0.0 if is_exact else 1e-12
+        for (key, one), two in zip(net.named_parameters(), fresh.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_rate_that_is_a_tensor_takes_rounding_out_on_steep_slopes_too(nesterov: bool) -> None:
+    """Leading eigenvectors: lr |X'G| is above 0.26, where rounding would grow from step to step."""
+    slope = torch.diag(torch.linspace(1, 10, 40))
+    generator = torch.Generator().manual_seed(0)
+    weight = so.ManifoldParameter(torch.randn(40, 5, generator=generator))
+    opt = so.StiefelSGD([weight], lr=torch.tensor(0.1), momentum=0.9, nesterov=nesterov)
+    for _ in range(60):
+        weight.grad = -slope @ weight.detach()
+        opt.step()
+        assert so.orthonormality_error(weight) < 1e-6
+
+
+# ---- around a step -------------------------------------------------------------------------------
+
+
+def test_an_interrupted_step_counts_no_weight_that_it_did_not_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [so.ManifoldParameter(torch.eye(rows, 3)) for rows in (6, 8)]
+    opt = so.StiefelSGD(weights, lr=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    opt.step()
+    weights[1].grad[0, 0] = torch.nan  # type: ignore[index]
+    reached: list[Any] = []
+
+    def stopped(task: Any) -> Any:
+        reached.append(task)
+        if len(reached) == 2:
+            raise KeyboardInterrupt
+        return take_step(task)
+
+    monkeypatch.setattr("stiefel_opt.optim.group.take_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert opt.skipped_steps() == {}
+    assert [float(opt.state[weight]["step"]) for weight in weights] == [2, 1]
+
+
+@pytest.mark.parametrize("length", [torch.bfloat16, torch.int64, torch.float64])
+def test_rules_may_return_other_dtypes_than_their_state_has(length: torch.dtype) -> None:
+    class Wide(so.optim.StiefelOptimizer):
+        def state_for(self, _: Any) -> tuple[so.optim.State, ...]:
+            return (so.optim.State("mean_grad", "nm"),)
+
+        def rule_for(self, _: Any) -> Any:
+            def rule(X: Tensor, G: Tensor, state: Any, *, lr: Any, **__: Any) -> Any:
+                mean = state["mean_grad"].double().lerp(G.double(), 0.1)
+                size = torch.ones(X.size(0), 1, 1, dtype=length)
+                return torch.linalg.qr(X - lr * G).Q, {"mean_grad": mean}, size
+
+            return rule
+
+        def update_plain(self, *_: Any) -> None:
+            raise AssertionError
+
+    weights = [so.ManifoldParameter(torch.eye(6, 3)) for _ in range(2)]
+    opt = Wide(weights, {"lr": 0.1})
+    for step in range(3):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        if step == 2:
+            weights[1].grad[0, 0] = torch.nan  # type: ignore[index]
+        opt.step()
+    assert list(opt.skipped_steps().values()) == [1]
+    weights[1].grad = None
+    opt.step()
+    for weight, steps in zip(weights, (4, 2), strict=True):
+        expected = torch.full((6, 3), 1 - 0.9**steps)
+        torch.testing.assert_close(opt.state[weight]["mean_grad"], expected, rtol=1e-6, atol=0)
+
+
+def test_an_index_that_is_kept_is_no_fake_and_of_no_transform() -> None:
+    elsewhere = torch.device("meta")
+
+    def doubled(x: Tensor) -> Tensor:
+        index_on(elsewhere, [7, 3])
+        return (2 * x).sum()
+
+    with FakeTensorMode():
+        index_on(elsewhere, [7, 3])
+    torch.func.grad(doubled)(torch.ones(2))
+    torch.func.functionalize(doubled)(torch.ones(2))
+    kept = index_on(elsewhere, [7, 3])
+    assert type(kept) is Tensor
+    assert not torch._is_functional_tensor(kept)
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(kept)
+    assert index_on(elsewhere, [7, 3]) is kept
+    with torch.inference_mode():
+        assert not index_on(elsewhere, [7, 4]).is_inference()
+
+
+@every_rule
+def test_a_step_that_was_skipped_is_not_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may learn of it late, but then the numbers of later steps are those of a CPU."""
+    nets = []
+    for is_on_cpu in (True, False):
+        monkeypatch.setattr(IS_ON_CPU, lambda _, answer=is_on_cpu: answer)
+        net = model().double()
+        opt = optimizer(name, net.parameters())
+        for step in range(12):
+            backward(net, step, 0.05)  # no step is cut
+            if step == 5:
+                net.up.weight.grad[0, 0] = math.nan
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*was not finite")
+                opt.step()
+        nets.append(net)
+    for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=TABLE[name].unread)

@@ -1,0 +1,232 @@
+"""Matrices of one batch move as each for itself: ranges of one weight, any strides, any number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import READING_CASES, in_turn
+from contract import (
+    every_rule,
+    optimizer,
+    tried_with,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stiefel_opt as so
+from stiefel_opt.numerics.geometry import random_point
+
+LAYERS, WIDTH, HEADS = 12, 16, 4
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Products(TorchDispatchMode):
+    """Count products of matrices, and all calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        self.products += func.overloadpacket.__name__.rstrip("_") in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def fused_weights() -> list[nn.Parameter]:
+    found = []
+    for _ in range(LAYERS):
+        layer = nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64)
+        so.constrain(layer, "in_proj_weight", rows=[(0, WIDTH), (WIDTH, 2 * WIDTH)], heads=HEADS)
+        found.append(layer.in_proj_weight)
+    return found
+
+
+def parts_of(weight: nn.Parameter, ranges: Ranges, heads: int) -> list[nn.Parameter]:
+    """The same rows as parameters of their own: constrained ones first, then the plain ones."""
+    found, last = [], 0
+    plain = []
+    for low, high in ranges:
+        tag = so.Stiefel(heads=heads)
+        found.append(so.ManifoldParameter(weight.detach()[low:high].clone(), tag))
+        if last < low:
+            plain.append(nn.Parameter(weight.detach()[last:low].clone()))
+        last = high
+    if last < weight.size(0):
+        plain.append(nn.Parameter(weight.detach()[last:].clone()))
+    return [*found, *plain]
+
+
+def fill(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+
+
+def fill_parts(weight: nn.Parameter, ranges: Ranges, parts: list[nn.Parameter]) -> None:
+    grad = weight.grad
+    assert grad is not None
+    rest = torch.ones(weight.size(0), dtype=torch.bool)
+    for (low, high), part in zip(ranges, parts, strict=False):
+        part.grad = grad[low:high].clone()
+        rest[low:high] = False
+    start = 0
+    for part in parts[len(ranges) :]:
+        part.grad = grad[rest][start : start + part.size(0)].clone()
+        start += part.size(0)
+
+
+@tried_with("sgd", "adam")
+def test_fused_weights_cost_about_the_calls_of_separate_ones(name: str) -> None:
+    fused = fused_weights()
+    ranges = ((0, WIDTH), (WIDTH, 2 * WIDTH))
+    separate = [parts_of(weight, ranges, HEADS) for weight in fused]
+    flat = [part for parts in separate for part in parts]
+    opts = [optimizer(name, members, weight_decay=0) for members in (fused, flat)]
+    counts = [[0, 0], [0, 0]]
+    for step in range(10):
+        fill(fused, step)
+        for weight, parts in zip(fused, separate, strict=True):
+            fill_parts(weight, ranges, parts)
+        for index, opt in enumerate(opts):
+            with Products() as counted:
+                opt.step()
+            if step > 1:
+                counts[index][0] += counted.products
+                counts[index][1] += counted.calls
+    (products, calls), (bar, other_calls) = counts
+    assert products <= 1.3 * bar
+    # Views of each range, torch's own rule for the rows that are plain, and nothing else.
+    assert calls <= 1.3 * other_calls + 8 * 30 * LAYERS
+    for weight, parts in zip(fused, separate, strict=True):
+        torch.testing.assert_close(weight, torch.cat(parts), rtol=0, atol=1e-11)
+
+
+SEVERAL: list[tuple[Ranges, int]] = [
+    (((0, 8), (8, 16)), 2),
+    (((0, 8), (12, 20)), 2),
+    (((4, 12),), 2),
+    (((0, 4), (8, 16), (20, 24)), 1),
+    (((2, 14),), 3),
+]
+
+
+@every_rule
+def test_unequal_ranges_move_as_parameters_of_their_own(name: str) -> None:
+    """Fourteen weights of which some ranges are alike and others not."""
+    generator = torch.Generator().manual_seed(0)
+    fused, cuts = [], []
+    for number in range(14):
+        ranges, heads = SEVERAL[number % len(SEVERAL)]
+        holder = nn.ParameterDict()
+        holder["w"] = torch.randn(24, 9, generator=generator, dtype=torch.float64)
+        so.constrain(holder, "w", rows=ranges, heads=heads)
+        fused.append(holder["w"])
+        cuts.append((ranges, heads))
+    separate = [parts_of(w, *cut) for w, cut in zip(fused, cuts, strict=True)]
+    opt = optimizer(name, fused, weight_decay=0)
+    other = optimizer(name, [part for parts in separate for part in parts], weight_decay=0)
+    for step in range(6):
+        fill(fused, step)
+        if step == 3:
+            fused[2].grad = None
+        for index, weight in enumerate(fused):
+            if weight.grad is None:
+                for part in separate[index]:
+                    part.grad = None
+            else:
+                fill_parts(weight, cuts[index][0], separate[index])
+        opt.step()
+        other.step()
+    for number, (weight, (ranges, _), parts) in enumerate(zip(fused, cuts, separate, strict=True)):
+        rest = torch.ones(weight.size(0), dtype=torch.bool)
+        for (low, high), part in zip(ranges, parts, strict=False):
+            torch.testing.assert_close(weight[low:high], part, rtol=0, atol=1e-11, msg=f"{number}")
+            rest[low:high] = False
+        plain = parts[len(ranges) :]
+        if plain:
+            torch.testing.assert_close(weight[rest], torch.cat(plain), rtol=0, atol=1e-11)
+        steps = {float(opt.state[weight]["step"]), float(other.state[parts[0]]["step"])}
+        assert len(steps) == 1
+        assert so.orthonormality_error(weight) < 1e-13
+
+
+BOTH = [so.StiefelSGD, so.StiefelAdam]
+READABLE = [
+    ((12, 4), so.Stiefel()),
+    ((4, 12), so.Stiefel()),
+    ((3, 12, 4), so.Stiefel()),
+    ((12, 12), so.Stiefel(heads=3)),
+    ((12, 12), so.Stiefel(heads=3, transposed=True)),
+    ((4, 2, 3, 3), so.Stiefel(flatten=True)),
+    ((12, 8), so.Stiefel(rows=(2, 8))),
+    ((12, 4), so.Stiefel(scale=2.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "manifold", "rule"), [(*row, rule) for row, rule in in_turn(READABLE, BOTH)]
+)
+def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, generator):
+    """A gradient may be a transposed tensor, a part of another, or overlap itself."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    parameters = [so.ManifoldParameter(values.clone(), manifold) for _ in range(4)]
+    parameters.append(so.ManifoldParameter(values.mT.contiguous().mT.clone(), manifold))
+    so.project_(nn.ParameterList(parameters))
+    optimizers = [rule([parameter], lr=0.1) for parameter in parameters]
+    for _ in range(10):
+        grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        whole = torch.randn((3, *shape), generator=generator, dtype=torch.float64)
+        whole[1] = grad
+        gaps = grad.repeat_interleave(2, dim=-1)[..., ::2]
+        grads = grad, grad.mT.contiguous().mT, whole[1], gaps, grad
+        for parameter, own, opt in zip(parameters, grads, optimizers, strict=True):
+            parameter.grad = own
+            opt.step()
+    for parameter in parameters[1:]:
+        torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)
+    for parameter, opt in zip(parameters, optimizers, strict=True):
+        parameter.grad = torch.ones((), dtype=torch.float64).expand(shape)
+        opt.step()
+        torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_plain_rows_take_a_conjugated_gradient(rule, generator):
+    """torch hands out conjugates as views that have not been worked out yet."""
+    values = torch.randn(8, 6, generator=generator, dtype=torch.complex128)
+    parameters = [so.ManifoldParameter(values.clone(), so.Stiefel(rows=(2, 6))) for _ in range(2)]
+    grad = torch.randn(8, 6, generator=generator, dtype=torch.complex128)
+    parameters[0].grad, parameters[1].grad = grad.conj(), grad.conj().resolve_conj()
+    for parameter in parameters:
+        rule([parameter], lr=0.1).step()
+    torch.testing.assert_close(*parameters, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        *((case, (3, 8, 3)) for case in READING_CASES),
+        *in_turn(READING_CASES, [(4, 17, 16), (3, 3, 3), (40, 9, 8), (6, 64, 16)]),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+def test_matrices_move_together_as_each_for_itself(case, shape, generator):
+    """Where k = m a batch of matrices could be taken for one of vectors, or the other way."""
+    count, *shape = shape
+    starts = [random_point(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    together = [so.ManifoldParameter(start) for start in starts]
+    alone = [so.ManifoldParameter(start.clone()) for start in starts]
+    optimizers = [case.optimizer(together), *(case.optimizer([weight]) for weight in alone)]
+    for _ in range(12 if count == 3 else 4):
+        for weight, own in zip(together, alone, strict=True):
+            weight.grad = own.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        for opt in optimizers:
+            opt.step()
+    for weight, own in zip(together, alone, strict=True):
+        torch.testing.assert_close(weight, own, rtol=0, atol=1e-12 if count == 3 else 1e-9)
+        assert so.orthonormality_error(weight) < 1e-12

@@ -1,0 +1,295 @@
+"""Complex matrices: the optimizers follow the same loops with conjugate transposes, same laws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import READING_CASES, READINGS, VARIANTS, OptimizerCase, Reading, of_clients
+from contract import (
+    TABLE,
+    assert_same_training,
+    every_optimizer,
+    on_machines,
+    optimizer,
+    through_file,
+)
+from reference import polar_factor as slow_polar_factor
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+
+import stiefel_opt as so
+from stiefel_opt.numerics.geometry import (
+    gram_error,
+    polar_factor,
+    random_point,
+    riemannian_gradient,
+    tangent_part,
+)
+
+STEPS = 12  # past a step that removes rounding
+TOLERANCE = 1e-12
+KINDS = ("tall", "wide", "square", "vector", "batch-tall", "heads-wide", "transposed", "scaled")
+FLOWS = [
+    OptimizerCase("-".join((algorithm, *map(str, options.values()))), algorithm, options)
+    for algorithm, options in (
+        ("adam", {"metric": "canonical", "transport": "isometric"}),
+        ("sgd", {"metric": -1.0, "transport": "isometric"}),
+        ("adam", {"metric": "euclidean", "transport": "projected"}),
+        ("sgd", {"metric": 0.3, "transport": "projected"}),
+    )
+] + of_clients("COMPLEX")
+# Others do to numbers of the optimizer what they do there, too.
+OTHERS = ("tensor-lr", "maximize", "decay", "decoupled", "eps", "short-memory")
+ARITHMETIC = [case for case in VARIANTS if not case.name.endswith(OTHERS)][::2]
+
+
+def gaussian(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) / math.sqrt(2)
+
+
+def batch(array: Any) -> Any:
+    return array.reshape(-1, *array.shape[-2:])
+
+
+class Run:
+    """A complex parameter beside its loops; gradients are those of a noisy Hermitian form."""
+
+    def __init__(self, case: OptimizerCase, reading: Reading, rng: np.random.Generator) -> None:
+        self.reading, self.rng = reading, rng
+        start = gaussian(rng, reading.shape)
+        matrices = reading.matrices(start)
+        for index in np.ndindex(matrices.shape[:-2]):
+            matrices[index] = reading.scale * slow_polar_factor(matrices[index])
+        self.param = reading.parameter(start, torch.complex128)
+        points = batch(matrices) / reading.scale
+        self.references = [case.reference(point, reading.scale) for point in points]
+        n = points.shape[-2]
+        factors = gaussian(rng, (len(points), n, n)) / math.sqrt(n)
+        self.cost = factors @ factors.conj().swapaxes(-1, -2) / 2
+        self.linear = 0.3 * gaussian(rng, points.shape)
+
+    def points(self) -> Any:
+        return batch(self.reading.matrices(self.param.detach().numpy())) / self.reading.scale
+
+    def step(self, step: int) -> None:
+        noise = 0.2 * (1 + math.sin(step)) * gaussian(self.rng, self.linear.shape)
+        grad = np.zeros(self.reading.shape, dtype=np.complex128)
+        matrices = self.reading.matrices(grad)
+        found = self.linear - self.cost @ self.points() + noise
+        matrices[...] = found.reshape(matrices.shape)
+        self.param.grad = torch.tensor(grad)
+        points = np.stack([reference.X for reference in self.references])
+        for reference, own in zip(
+            self.references, self.linear - self.cost @ points + noise, strict=True
+        ):
+            reference.step(own)
+
+    def compare(self) -> None:
+        expected = np.stack([reference.X for reference in self.references])
+        assert np.abs(self.points() - expected).max() < TOLERANCE
+
+
+def run(case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator) -> None:
+    runs = [Run(case, READINGS[name], rng) for name in names]
+    opt = case.optimizer([run.param for run in runs])
+    for step in range(STEPS):
+        for each in runs:
+            each.step(step)
+        opt.step()
+    for each in runs:
+        each.compare()
+
+
+@pytest.mark.parametrize("case", READING_CASES, ids=lambda case: case.name)
+def test_every_reading_follows_the_textbook_loop(case, rng):
+    run(case, KINDS, rng)
+
+
+@pytest.mark.parametrize("case", FLOWS, ids=lambda case: case.name)
+def test_every_flow_follows_the_textbook_loop(case, rng):
+    run(case, ("tall", "square"), rng)
+
+
+@pytest.mark.parametrize("case", ARITHMETIC, ids=lambda case: case.name)
+def test_variants_follow_the_textbook_loop(case, rng):
+    run(case, ("square", "batch-wide"), rng)
+
+
+# ---- Hermitian eigenproblems ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "steps", "wide"),
+    [
+        ("sgd", 0.2, 150, True),
+        ("adam", 0.05, 300, False),
+    ],
+)
+def test_leading_eigenvectors_of_a_hermitian_matrix(name, lr, steps, wide, generator):
+    """max tr(X'AX); a wide weight holds the transposed X, so that X is conjugated there."""
+    n, m = 12, 3
+    basis = random_point(n, n, dtype=torch.complex128, generator=generator)
+    values = torch.linspace(0.0, 1.0, n, dtype=torch.float64) + (torch.arange(n) >= n - m)
+    matrix = (basis * values) @ basis.mH
+    start = random_point(n, m, dtype=torch.complex128, generator=generator)
+    parameter = so.ManifoldParameter(start.mT.clone() if wide else start)
+    opt = optimizer(name, [parameter], lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        opt.param_groups[0]["lr"] = lr * min(1.0, 3.0 * (1 - step / steps))
+        point = parameter.mT if wide else parameter
+        loss = -torch.einsum("ij,ik,kj->", point.conj(), matrix, point).real
+        (parameter.grad,) = torch.autograd.grad(loss, parameter)
+        opt.step()
+    point = parameter.detach().mT if wide else parameter.detach()
+    expected, vectors = torch.linalg.eigh(matrix)
+    found = torch.linalg.eigvalsh(point.mH @ matrix @ point)
+    torch.testing.assert_close(found, expected[-m:], rtol=0, atol=1e-6)
+    overlap = torch.linalg.svdvals(vectors[:, -m:].mH @ point)
+    assert (1 - overlap).abs().max() < 1e-5
+    assert so.orthonormality_error(parameter) < 1e-13
+
+
+# ---- invariants ----------------------------------------------------------------------------------
+
+
+class ComplexModel(nn.Module):
+    """Heads, tall with a scale, square, plain rows beside constrained ones, and plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: Any = {"dtype": torch.complex64}
+        self.q = so.constrain(nn.Linear(8, 6, **options), heads=2)
+        self.up = so.constrain(nn.Linear(6, 10, **options), scale=2.0)
+        self.turn = so.constrain(nn.Linear(10, 10, bias=False, **options))
+        self.fused = so.constrain(nn.Linear(10, 14, **options), rows=((0, 4), (6, 12)))
+        self.out = nn.Linear(14, 2, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.fused(self.turn(self.up(self.q(x)))))
+
+
+def complex_model() -> ComplexModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return ComplexModel()
+
+
+def train(net: nn.Module, opt: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(5, 8, dtype=torch.complex64, generator=generator)
+        opt.zero_grad()
+        (net(x) - x[:, :2]).abs().square().mean().backward()
+        opt.step()
+
+
+@on_machines(cpu="sgd adam-amsgrad", compiled="sgd")
+def test_complex_training_stays_on_the_manifold_and_resumes_bit_for_bit(name):
+    net = complex_model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 9)
+    assert so.orthonormality_error(net) < 5e-6
+    for parameter in (net.q.weight, net.up.weight, net.turn.weight):
+        for key, value in opt.state[parameter].items():
+            real = "exp_avg_sq" in key or key in ("step", "radius_growth")
+            assert value.dtype == (torch.float32 if real else torch.complex64), key
+    skew, _ = opt.velocity(net.turn.weight)
+    assert torch.equal(skew, -skew.mH)
+    for through_names in (False, True):
+        other = complex_model()
+        other.load_state_dict(net.state_dict())
+        other_opt = optimizer(name, other.parameters())
+        if through_names:
+            saved = through_file(dcp.get_optimizer_state_dict(net, opt))
+            dcp.set_optimizer_state_dict(other, other_opt, saved)
+        else:
+            other_opt.load_state_dict(through_file(opt.state_dict()))
+        twin, twin_opt = complex_model(), None
+        twin.load_state_dict(net.state_dict())
+        twin_opt = optimizer(name, twin.parameters())
+        twin_opt.load_state_dict(through_file(opt.state_dict()))
+        train(twin, twin_opt, 9, 12)
+        train(other, other_opt, 9, 12)
+        assert_same_training((twin, twin_opt), (other, other_opt))
+
+
+@every_optimizer
+def test_plain_rows_move_as_torch_moves_complex_parameters(name, generator):
+    start = random_point(8, 5, dtype=torch.complex128, generator=generator)
+    mixed = so.ManifoldParameter(start.clone(), so.Stiefel(rows=(3, 8)))
+    plain = nn.Parameter(start[:3].clone())
+    opt = optimizer(name, [mixed], weight_decay=0.0)
+    other = TABLE[name].plain(
+        [plain], lr=0.05, **{**TABLE[name].plain_options, "weight_decay": 0.0}
+    )
+    for _ in range(12):
+        mixed.grad = torch.randn(8, 5, dtype=torch.complex128, generator=generator)
+        plain.grad = mixed.grad[:3].clone()
+        opt.step()
+        other.step()
+    torch.testing.assert_close(mixed[:3], plain, rtol=0, atol=1e-13)
+
+
+@on_machines(cpu="sgd adam", as_accelerator="sgd-nesterov")
+def test_long_steps_stay_on_the_manifold(name, generator):
+    params = [
+        so.ManifoldParameter(random_point(*shape, dtype=torch.complex128, generator=generator))
+        for shape in ((20, 6), (3, 7), (5, 5), (2, 30, 20))
+    ]
+    opt = optimizer(name, params, lr=30.0)
+    for _ in range(12):
+        for p in params:
+            p.grad = 100 * torch.randn(p.shape, dtype=torch.complex128, generator=generator)
+        opt.step()
+    assert max(float(so.orthonormality_error(p)) for p in params) < 1e-13
+
+
+@on_machines(cpu="sgd adam", as_accelerator="sgd-nesterov")
+def test_real_matrices_in_complex_numbers_move_as_real_ones(name, generator):
+    real = so.ManifoldParameter(random_point(9, 4, dtype=torch.float64, generator=generator))
+    both = so.ManifoldParameter(real.detach().to(torch.complex128))
+    opts = [optimizer(name, [p]) for p in (real, both)]
+    for _ in range(12):
+        real.grad = torch.randn(9, 4, dtype=torch.float64, generator=generator)
+        both.grad = real.grad.to(torch.complex128)
+        for opt in opts:
+            opt.step()
+    torch.testing.assert_close(both.detach(), real.detach().to(both.dtype), rtol=0, atol=1e-12)
+
+
+# ---- geometry ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (2, 6, 2)])
+def test_geometry_of_complex_matrices(shape, generator):
+    point = random_point(*shape, dtype=torch.complex128, generator=generator)
+    assert gram_error(point).max() < 1e-14 * shape[-2]
+    vector = torch.randn(shape, dtype=torch.complex128, generator=generator)
+    tangent = tangent_part(point, vector)
+    inner = point.mH @ tangent
+    torch.testing.assert_close(inner, -inner.mH, rtol=0, atol=1e-13)
+    torch.testing.assert_close(tangent_part(point, tangent), tangent, rtol=0, atol=1e-13)
+    gradient = riemannian_gradient(point, vector)
+    product = point.mH @ vector
+    force = product - product.mH
+    expected = point @ force + vector - point @ product
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-13)
+    nearest = polar_factor(vector)
+    slow = [slow_polar_factor(one) for one in batch(vector.numpy())]
+    torch.testing.assert_close(nearest, torch.tensor(np.stack(slow)).reshape(shape))
+    wide = random_point(*shape[:-2], 3, 8, dtype=torch.complex64, generator=generator)
+    assert so.orthonormality_error(wide) < 1e-5
+
+
+def test_random_unitary_matrices_are_uniform(generator):
+    """Entries have mean square 1/n, and phases of all directions: not so with LAPACK's own R."""
+    points = random_point(20_000, 3, 3, dtype=torch.complex128, generator=generator)
+    assert (points.abs().square().mean(0) - 1 / 3).abs().max() < 0.01
+    assert points.mean(0).abs().max() < 0.02
+    trace = points.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert abs(trace.abs().square().mean() - 1) < 0.05
+    assert trace.square().mean().abs() < 0.05

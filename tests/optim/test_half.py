@@ -1,0 +1,356 @@
+"""bfloat16 and float16 parameters: a float32 master on the manifold, and float32 state."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from cases import in_turn
+from contract import (
+    OPTIMIZERS,
+    RULES,
+    TABLE,
+    assert_same,
+    assert_same_training,
+    backward,
+    constrained,
+    model,
+    on_machines,
+    optimizer,
+    through_file,
+    train,
+    tried_with,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+
+import stiefel_opt as so
+from stiefel_opt.numerics.geometry import random_point
+
+HALVES = [torch.bfloat16, torch.float16]
+half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+HALVES_ON_MACHINES = [
+    *in_turn(OPTIMIZERS, HALVES, ["cpu", "as_accelerator", "as_accelerator"]),
+    ("sgd", torch.float16, "compiled"),
+]
+
+
+def halves_on_machines(test: Any) -> Any:
+    rows = pytest.mark.parametrize(
+        ("name", "dtype", "machine"), HALVES_ON_MACHINES, indirect=["machine"]
+    )
+    return pytest.mark.usefixtures("machine")(rows(test))
+
+
+FLOAT32_ROUNDING = 5e-6  # 40 eps, for sums of at most 64 products
+
+
+def large_eps(name: str) -> dict[str, Any]:
+    """The eps of torch's Adam, which moves plain parameters in their own dtype, is 0 in float16."""
+    return {"eps": 1e-3} if TABLE[name].adaptive else {}
+
+
+def pair(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
+    net = so.retag(model().to(dtype))
+    return net, optimizer(name, net.parameters(), **large_eps(name))
+
+
+def master_of(opt: Any, parameter: Tensor) -> Tensor:
+    return opt.state[parameter]["master"]  # type: ignore[no-any-return]
+
+
+def assert_on_the_manifold(net: nn.Module, opt: Any) -> None:
+    """Errors of the masters at float32 rounding, of parameters at their own, one rounding off."""
+    for parameter in constrained(net).values():
+        master = master_of(opt, parameter)
+        assert master.dtype == torch.float32
+        assert torch.equal(parameter, master.to(parameter.dtype))
+        assert so.orthonormality_error(master, parameter.manifold) < FLOAT32_ROUNDING
+        own = 1.01 * torch.finfo(parameter.dtype).eps
+        assert so.orthonormality_error(parameter) < own
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+@halves_on_machines
+def test_every_reading_has_a_master_and_float32_state(name, dtype):
+    net, opt = pair(name, dtype)
+    train(net, opt, 0, 10)  # past a step that corrects rounding
+    assert_on_the_manifold(net, opt)
+    for parameter in constrained(net).values():
+        state = opt.state[parameter]
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert state["master"].shape == parameter.shape
+    for key, value in opt.state.get(net.out.weight, {}).items():
+        assert key == "step" or value.dtype == dtype  # plain parameters are torch's
+
+
+@halves_on_machines
+def test_the_master_moves_like_a_float32_parameter(name, dtype):
+    """Given the same gradients and the same start, the whole training is that of float32."""
+    start = random_point(5, 12, 4, generator=torch.Generator().manual_seed(0))
+    full = [
+        so.ManifoldParameter(matrix.clone(), project=False) for matrix in start.to(dtype).float()
+    ]
+    low = [so.ManifoldParameter(matrix.to(dtype), project=False) for matrix in start]
+    opts = [optimizer(name, params) for params in (full, low)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        for mine, other in zip(full, low, strict=True):
+            other.grad = torch.randn(12, 4, generator=generator).to(dtype)
+            mine.grad = other.grad.float()
+        for opt in opts:
+            opt.step()
+    for mine, other in zip(full, low, strict=True):
+        assert torch.equal(mine, master_of(opts[1], other))
+        state = dict(opts[1].state[other])
+        del state["master"]
+        assert_same(state, dict(opts[0].state[mine]))
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "dtype", "steps"),
+    [
+        ("sgd", 2e-2, torch.bfloat16, 600),
+        *(
+            pytest.param(*row, 10_000, marks=pytest.mark.slow)
+            for row in itertools.product(["sgd"], [1e-3], HALVES)
+        ),
+        *(
+            pytest.param(*row, 10_000, marks=pytest.mark.slow)
+            for row in itertools.product(["adam"], [1e-4], HALVES)
+        ),
+    ],
+)
+def test_no_drift_in_many_steps(name, lr, dtype, steps, generator):
+    """Steps far below the rounding of the parameter add up to where float32 goes."""
+    tall = so.ManifoldParameter(random_point(16, 4, generator=generator).to(dtype))
+    square = so.ManifoldParameter(random_point(4, 4, generator=generator).to(dtype))
+    net = nn.ParameterList([tall, square])
+    opt = optimizer(name, [tall, square], lr=lr, weight_decay=0.0)
+    cost = torch.diag(torch.linspace(1.0, 2.0, 16)).to(dtype)
+    worst = []
+    for step in range(steps):
+        tall.grad = -cost @ tall.detach()
+        square.grad = torch.randn(4, 4, generator=generator).to(dtype)
+        opt.step()
+        if step % (steps // 10) == steps // 10 - 1:
+            errors = [so.orthonormality_error(master_of(opt, p)) for p in (tall, square)]
+            worst.append(max(errors))
+    assert_on_the_manifold(net, opt)
+    assert worst[-1] < 3 * min(worst) + 1e-6
+    values = torch.linalg.eigvalsh(tall.float().mT @ cost.float() @ tall.float())
+    expected = torch.linspace(1.0, 2.0, 16)[-4:]
+    torch.testing.assert_close(values, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_step_below_the_rounding_of_the_parameter_is_kept(name):
+    parameter = so.ManifoldParameter(torch.eye(6, 2, dtype=torch.bfloat16))
+    opt = optimizer(name, [parameter], lr=1e-6)
+    for _ in range(5):
+        parameter.grad = torch.ones_like(parameter)
+        opt.step()
+    assert not torch.equal(master_of(opt, parameter), torch.eye(6, 2))
+    moved = master_of(opt, parameter)[2:].abs()
+    assert 1e-7 < moved.min() <= moved.max() < 1e-4
+
+
+@on_machines(cpu="sgd", as_accelerator="adam")
+def test_lr_zero_keeps_the_bits(name):
+    net, opt = pair(name)
+    train(net, opt, 0, 3)
+    before = copy.deepcopy(net.state_dict())
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    backward(net, 3)
+    opt.step()
+    assert_same(net.state_dict(), before)
+    fresh = so.ManifoldParameter(torch.ones(4, 2, dtype=torch.bfloat16), project=False)
+    fresh_opt = optimizer(name, [fresh], lr=0.0)
+    fresh.grad = torch.ones_like(fresh)
+    fresh_opt.step()
+    assert torch.equal(fresh, torch.ones(4, 2, dtype=torch.bfloat16))
+
+
+def test_the_velocity_is_float32_and_may_be_set():
+    net, opt = pair("sgd")
+    skew, normal = opt.velocity(net.up.weight)
+    assert skew.dtype == normal.dtype == torch.float32
+    train(net, opt, 0, 3)
+    skew, normal = opt.velocity(net.up.weight)
+    point = master_of(opt, net.up.weight) / 2.0
+    assert (point.mT @ normal).abs().max() < 1e-6 * (1 + normal.abs().max())
+    opt.set_velocity(net.up.weight, skew, normal)
+    again = opt.velocity(net.up.weight)
+    torch.testing.assert_close(again, (skew, normal), rtol=1e-5, atol=1e-6)
+
+
+def test_fused_kernels_move_plain_rows_of_the_master():
+    nets, opts = [], []
+    for fused in (False, True):
+        net = so.retag(model().to(torch.bfloat16))
+        nets.append(net)
+        opts.append(so.StiefelSGD(net.parameters(), lr=0.05, fused=fused))
+    for net, opt in zip(nets, opts, strict=True):
+        train(net, opt, 0, 1)
+    masters = [master_of(opt, net.fused.weight) for net, opt in zip(nets, opts, strict=True)]
+    torch.testing.assert_close(*masters)
+
+
+# ---- somebody else writes ------------------------------------------------------------------------
+
+
+def write_in_place(parameter: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def write_through_data(parameter: Tensor, value: Tensor) -> None:
+    parameter.data.copy_(value)
+
+
+def replace_data(parameter: Tensor, value: Tensor) -> None:
+    parameter.data = value.clone()
+
+
+WRITES = [write_in_place, write_through_data, replace_data]
+
+
+@pytest.mark.parametrize(
+    ("write", "steps", "name"), in_turn(WRITES * 3, [1, 1, 1, 3, 3, 3, 7, 7, 7], OPTIMIZERS)
+)
+def test_the_master_follows_an_outside_write(write, steps, name):
+    net, opt = pair(name)
+    train(net, opt, 0, steps)
+    other = so.retag(model(7).to(torch.bfloat16))
+    for parameter, value in zip(net.parameters(), other.parameters(), strict=True):
+        write(parameter, value.detach())
+    for group in opt.param_groups:
+        group["lr"] = 1e-6
+    train(net, opt, steps, steps + 1)
+    for parameter, value in zip(
+        constrained(net).values(), constrained(other).values(), strict=True
+    ):
+        moved = (master_of(opt, parameter) - value.detach().float()).abs().max()
+        assert moved < 4 * torch.finfo(torch.bfloat16).eps
+    train(net, opt, steps + 1, 12)
+    assert_on_the_manifold(net, opt)
+
+
+def test_a_write_of_the_same_value_leaves_the_master_its_digits():
+    nets, opts = zip(*(pair("adam") for _ in range(2)), strict=True)
+    for net, opt in zip(nets, opts, strict=True):
+        train(net, opt, 0, 3)
+    nets[0].load_state_dict(copy.deepcopy(nets[0].state_dict()))
+    for net, opt in zip(nets, opts, strict=True):
+        train(net, opt, 3, 7)
+    assert_same(
+        [p.detach() for p in nets[0].parameters()], [p.detach() for p in nets[1].parameters()]
+    )
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def continued(net: nn.Module, opt: Any, other: nn.Module, other_opt: Any) -> None:
+    train(net, opt, 3, 12)
+    train(other, other_opt, 3, 12)
+    assert_same_training((net, opt), (other, other_opt))
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_turn(RULES, HALVES))
+def test_a_saved_state_dict_continues_bit_for_bit(name, dtype):
+    net, opt = pair(name, dtype)
+    train(net, opt, 0, 3)
+    saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
+    fresh, fresh_opt = pair(name, dtype)
+    fresh.load_state_dict(saved["model"])
+    fresh_opt.load_state_dict(saved["optimizer"])
+    continued(net, opt, fresh, fresh_opt)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {}),
+        ("adam", {"full_state_dict": True}),
+        ("adam-amsgrad", {"flatten_optimizer_state_dict": True}),
+    ],
+)
+def test_distributed_checkpoints_keep_float32(name, options):
+    options = dcp.StateDictOptions(**options)
+    net, opt = pair(name)
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, fresh.parameters(), **large_eps(name))
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
+    assert master_of(fresh_opt, fresh.up.weight).dtype == torch.float32
+    continued(net, opt, fresh, fresh_opt)
+
+
+def test_hooks_on_loading_have_the_last_word():
+    net, opt = pair("adam")
+    train(net, opt, 0, 3)
+
+    def forget(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = [key for key in state_dict["state"][0] if "skew" in key]
+        state = {n: dict(values) for n, values in state_dict["state"].items()}
+        state[0].update({key: torch.zeros_like(state[0][key]) for key in names})
+        return {**state_dict, "state": state}
+
+    fresh, fresh_opt = pair("adam")
+    fresh_opt.register_load_state_dict_pre_hook(forget)
+    fresh_opt.load_state_dict(opt.state_dict())
+    assert not fresh_opt.state[fresh.q.weight]["momentum_skew"].any()
+    assert fresh_opt.state[fresh.k.weight]["momentum_skew"].any()
+
+
+@tried_with("sgd", "adam-amsgrad")
+def test_checkpoints_cross_precisions(name):
+    """A float32 training may go on in bfloat16 and back; momenta keep their digits."""
+    full = model()
+    full_opt = optimizer(name, full.parameters())
+    train(full, full_opt, 0, 3)
+    net, opt = pair(name)
+    net.load_state_dict(full.state_dict())
+    opt.load_state_dict(full_opt.state_dict())
+    word = TABLE[name].state
+    saved = full_opt.state[full.up.weight][word]
+    assert torch.equal(opt.state[net.up.weight][word], saved)
+    train(net, opt, 3, 12)
+    assert_on_the_manifold(net, opt)
+    with pytest.warns(UserWarning, match="values in torch.bfloat16 that are off the manifold"):
+        full.load_state_dict(net.state_dict())
+    full_opt.load_state_dict(opt.state_dict())
+    train(full, full_opt, 12, 13)
+    assert so.orthonormality_error(full) < FLOAT32_ROUNDING
+    assert "master" not in full_opt.state[full.up.weight]
+
+
+# ---- before an optimizer -------------------------------------------------------------------------
+
+
+@half
+def test_constrain_projects_in_float32_and_then_keeps_the_bits(dtype):
+    layer = so.constrain(nn.Linear(48, 32, dtype=dtype), heads=2, scale=2.5)
+    assert so.orthonormality_error(layer) < 1.01 * torch.finfo(dtype).eps
+    before = layer.weight.detach().clone()
+    so.constrain(layer, heads=2, scale=2.5)
+    assert torch.equal(layer.weight, before)
+
+
+@half
+def test_a_float32_point_that_is_rounded_stays_where_it_is(dtype, generator):
+    layer = nn.Linear(256, 64, bias=False)
+    layer.weight.data = random_point(64, 256, generator=generator)
+    layer = layer.to(dtype)
+    before = layer.weight.detach().clone()
+    so.constrain(layer)
+    assert torch.equal(layer.weight, before)
+    assert random_point(64, 256, dtype=dtype, generator=generator).dtype == dtype
