@@ -123,9 +123,11 @@ def _others(
     """
     taken = {name for name, _, _ in planned}
     blocks = dict.fromkeys(b for path in (*paths, *skipped) for b in _blocks(model, path))
-    for path, layer in model.named_modules():
-        if not any(_is_within(path, block) for block in blocks):
-            continue
+    parts: dict[nn.Module, str] = {}
+    for block in blocks:
+        for inner, layer in model.get_submodule(block).named_modules():
+            parts.setdefault(layer, joined(block, inner))
+    for layer, path in parts.items():
         if any(_is_within(path, other) for other in skipped):
             continue
         above = model.get_submodule(path.rpartition(".")[0])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn, mixed
-from tiny_decoder import HEAD, INNER, WIDTH, TinyDecoder, tokens
+from tiny_decoder import HEAD, INNER, WIDTH, TinyDecoder, logits, tokens
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -31,12 +31,6 @@ from stiefel_opt.rotations.hadamard_matrices import (
 )
 
 MODELS = [{}, {"bias": True}, {"tied": True}, {"bias": True, "tied": True}]
-
-
-def logits(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(batch).logits
-    return found
 
 
 def assert_close_to_the_largest(found: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoder import TinyDecoder, tokens
+from tiny_decoder import TinyDecoder, logits, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -74,12 +74,6 @@ NAMES: dict[str, Any] = {
     "norm": "layer",
     "down": "narrow",
 }
-
-
-def logits(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(batch).logits
-    return found
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -89,3 +89,9 @@ def tokens(count: int = 3, batch: int = 2, length: int = 9, seed: int = 0) -> li
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, length)
     return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(count)]
+
+
+def logits(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(batch).logits
+    return found

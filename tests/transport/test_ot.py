@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.ot.entropic import EntropicTransport
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The problems are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 Array = np.ndarray
 solve = so.ot.projection_robust_wasserstein

@@ -6,12 +6,10 @@ import copy
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy.stats import kstest
 
 import stiefel_opt as so
@@ -21,15 +19,6 @@ pytest.importorskip("sklearn", minversion="1.6")
 
 Array = np.ndarray
 QUICK: dict[str, Any] = {"max_iter": 20, "tol": 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The problems are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prw(k: int = 2, **options: Any) -> Any:

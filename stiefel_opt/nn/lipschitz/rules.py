@@ -280,16 +280,20 @@ NAMED: Final[dict[str, Function]] = {}
 
 
 def _function(
-    kinds: Mapping[str, type[nn.Module]], *, keeps_shape: bool = True
+    kinds: Mapping[str, type[nn.Module]], *, keeps_shape: bool = True, is_named: bool = True
 ) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: the bound of functions by their names, and of the modules that call them."""
+    """Decorator: the bound of functions by their names, and of the modules that call them.
+
+    Without ``is_named`` of modules only: a function of that name returns more than one tensor.
+    """
 
     def register(bound: FunctionT) -> FunctionT:
         counts = "count" in inspect.signature(bound).parameters  # directions: "max_pool2d"
         for name, kind in kinds.items():
             own = functools.partial(bound, count=int(name[-2])) if counts else bound
-            NAMED[name] = Function(own, keeps_shape)
-            RULES[kind] = Rule(NAMED[name].of_module, True, kind, keeps_shape)
+            function = Function(own, keeps_shape)
+            RULES[kind] = Rule(function.of_module, True, kind, keeps_shape)
+            NAMED.update({name: function} if is_named else {})
         return bound
 
     return register
@@ -427,7 +431,9 @@ def _adaptive_average(output_size: Any, *, size: Size = None, count: int) -> flo
     return math.sqrt(math.prod(wanted) / math.prod(sides))
 
 
-@_function(_by_directions("adaptive_max_pool{}d", "AdaptiveMaxPool{}d"), keeps_shape=False)
+@_function(
+    _by_directions("adaptive_max_pool{}d", "AdaptiveMaxPool{}d"), keeps_shape=False, is_named=False
+)
 def _adaptive_max(
     output_size: Any, return_indices: bool = False, *, size: Size = None, count: int
 ) -> float:

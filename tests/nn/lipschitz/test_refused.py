@@ -174,6 +174,7 @@ KNOWN = "must call a function with a known Lipschitz constant"
 FUNCTIONS: list[tuple[Any, type[Exception], str]] = [
     (lambda m, x: m.layer(x).exp(), TypeError, f"`exp` {KNOWN}, got exp"),
     (lambda m, x: functional.layer_norm(x, (4,)), TypeError, f"`layer_norm` {KNOWN}"),
+    (lambda m, x: torch.adaptive_max_pool1d(x, 1)[1], TypeError, f"adaptive_max_pool1d` {KNOWN}"),
     (lambda m, x: functional.normalize(x), TypeError, f"`normalize` {KNOWN}"),
     (lambda m, x: torch.where(x > 0, x, -x), TypeError, KNOWN),
     (lambda m, x: x.expand(3, 4, 4), TypeError, f"`expand` {KNOWN}"),
