@@ -10,9 +10,8 @@ wide; its groups begin 16 columns later than those of the file, so that no round
 model with these weights is the one in full precision.
 
 Bases: as loaded; with the gains of norms fused (`prepare_`); Hadamard; and learned by loss "noise"
-from the Hadamard rotations of the same seed. Those for activations of 4 bits are learned against
-the noise of activations, keys and values, as SpinQuant's are for GPTQ; the others against the noise
-of weights in groups of 32. Weights are rounded on symmetric grids for groups of neighbouring
+from the Hadamard rotations of the same seed, for activations, keys and values of 4 bits: what is
+rotated for them serves every row. Weights are rounded on symmetric grids for groups of neighbouring
 inputs, to nearest or by GPTQ (Frantar et al., ICLR 2023), whose calibration are pieces of the same
 text that rotations are learned from. Activations, keys and values are rounded token by token,
 asymmetrically. Perplexity on help topics that are held out.
@@ -51,15 +50,8 @@ SETTINGS: dict[str, dict[str, int | None]] = {
     "W4 A4": {"activation_bits": 4, "kv_bits": None},
     "W4 A4 KV4": {"activation_bits": 4, "kv_bits": 4},
 }
-FEW = {"activation_bits": 4, "kv_bits": 4}  # what rotations are learned for
-WEIGHTS = {"activation_bits": None, "weight_bits": BITS, "weight_group": FILE_GROUP}
-TARGETS: dict[str, tuple[str, dict[str, int | None]]] = {
-    "W4 A16": ("weights", WEIGHTS),
-    "W4 A8": ("weights", WEIGHTS),
-    "W4 A4": ("activations", FEW),
-    "W4 A4 KV4": ("activations", FEW),
-}
-KEPT = ("pieces", "calibration", "steps", "tokens", "weight_steps")
+LEARNED = {"activation_bits": 4, "kv_bits": 4}  # what rotations are learned for
+KEPT = ("pieces", "calibration", "steps", "tokens")
 BASES = ("as loaded", "prepare_ alone", "Hadamard", "learned")
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -246,29 +238,23 @@ class Bench:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    def learned(self, setting: str, seed: int) -> rotations.Rotations:
-        """Rotations for the bits of a setting."""
-        target, bits = TARGETS[setting]
-        path = self.folder / f"{target}-seed-{seed}.rotations.pt"
+    def learned(self, seed: int) -> rotations.Rotations:
+        path = self.folder / f"activations-seed-{seed}.rotations.pt"
         if not path.exists():
             model = rotations.prepare_(copy.deepcopy(self.model))
-            start = rotations.hadamard(model, seed=seed, online=("R3", "R4"))
-            steps, tokens = self.options.steps, self.options.tokens
-            if target == "weights":  # their noise is the same for any text
-                steps, tokens = self.options.weight_steps, 2
             found = rotations.learn(
                 model,
-                self.batches(steps, seed, tokens),
-                start=start,
-                **bits,
-                steps=steps,
+                self.batches(self.options.steps, seed, self.options.tokens),
+                start=rotations.hadamard(model, seed=seed, online=("R3", "R4")),
+                **LEARNED,
+                steps=self.options.steps,
                 progress=False,
                 checkpoint=path.with_suffix(".training"),
             )
             found.save(path)
         return rotations.Rotations.load(path)
 
-    def in_basis(self, basis: str, setting: str, seed: int) -> Any:
+    def in_basis(self, basis: str, seed: int) -> Any:
         """A copy of the model in a basis."""
         model = copy.deepcopy(self.model)
         if basis == "as loaded":
@@ -278,7 +264,7 @@ class Bench:
             return model
         if basis == "Hadamard":
             return rotations.fold_(model, rotations.hadamard(model, seed=seed, online=("R3", "R4")))
-        return rotations.fold_(model, self.learned(setting, seed))
+        return rotations.fold_(model, self.learned(seed))
 
     def rows(self) -> Iterator[Row]:
         """What costs least comes first."""
@@ -295,10 +281,9 @@ class Bench:
             self.stored(row.name, functools.partial(self.measured, row))
 
     def measured(self, row: Row) -> dict[str, Any]:
-        target = TARGETS[row.setting][0] if row.basis == "learned" else "any"
-        key = dataclasses.replace(row, setting=target)
+        key = dataclasses.replace(row, setting="any")
         if self.ready[0] != key:
-            model = self.in_basis(row.basis, row.setting, row.seed)
+            model = self.in_basis(row.basis, row.seed)
             if row.rounding == "nearest":
                 round_to_nearest_(model, row.group)
             else:
@@ -351,9 +336,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--steps", type=int, default=60, help="of learning")
     add("--tokens", type=int, default=128, help="of such a step")
-    add("--weight-steps", type=int, default=20, help="of learning from the noise of weights")
-    add("--calibration", type=int, default=8, help="pieces for GPTQ")
-    add("--pieces", type=int, default=4, help="that are held out")
+    add("--calibration", type=int, default=4, help="pieces for GPTQ")
+    add("--pieces", type=int, default=2, help="that are held out")
     add("--merge", action="store_true", help="write the table at the end")
     return parser.parse_args(argv)
 

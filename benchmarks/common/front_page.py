@@ -62,7 +62,7 @@ def figures() -> dict[str, str]:
     ):
         found[name] = cell("why", "copying", (method, "100"), "% right there (seeds)").split()[0]
     found["evaluations"] = f"{content('minimize')['median']['evaluations']:.2f}"
-    for how in ("Hadamard", "as loaded"):
+    for how in ("learned", "as loaded"):
         rounded = cell("rotated_weights", "rows", (f"W4 A4, {how}",), "GPTQ, groups of 32")
         found[how] = f"{float(mean(rounded)):,.0f}"
     for adapter in ("StelLA", "LoRA"):
@@ -128,7 +128,7 @@ def use() -> list[tuple[str, str, str]]:
         (
             "a language model to be rounded",
             "[`so.rotations`](docs/rotations.md)",
-            "four bits: [perplexity {Hadamard}, not rotated {as loaded}]"
+            "four bits: [perplexity {learned}, not rotated {as loaded}]"
             "(docs/rotations.md#for-which-bits)".format_map(of),
         ),
         (

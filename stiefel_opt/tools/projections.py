@@ -255,9 +255,11 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
     is_called = is_called_attention(module)
     for layout in layouts:
         present = [(name, order) for name, order in layout if name in children]
-        if len(present) < len(layout) - (layout[-1][1] == "v" and len(layout) == 3):
+        missing = {*layout} - {*present}
+        if any(order != "v" for _, order in missing):
             continue
-        if len(layout) == 1 and not (is_called or "q" in layout[0][0]):
+        is_sure = len(layout) > 1 or "q" in layout[0][0] or layouts is not LAYOUTS
+        if not (is_sure or is_called):
             continue
         weights = [_linear_weight(children[name], name, order) for name, order in present if order]
         if _is_mixed(module):

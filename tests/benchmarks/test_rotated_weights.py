@@ -49,8 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.setattr(bench.Bench, "load", load)
     monkeypatch.setattr(bench, "CALIBRATED", 8)
-    monkeypatch.setitem(bench.FEW, "kv_bits", None)
-    monkeypatch.setitem(bench.WEIGHTS, "weight_group", 4)
+    monkeypatch.setitem(bench.LEARNED, "kv_bits", None)
     monkeypatch.setattr(bench.harness, "RESULTS", tmp_path / "results")
     monkeypatch.setitem(bench.SETTINGS, "W4 A4 KV4", {"activation_bits": 4, "kv_bits": None})
     hadamard = bench.rotations.hadamard
@@ -64,7 +63,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_rows_are_measured_once_and_merged(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--folder", str(tiny / "rows"), "--groups", "4", "--steps", "2", "--calibration", "2"]
-    given += ["--tokens", "8", "--weight-steps", "2"]
+    given += ["--tokens", "8", "--pieces", "2"]
     options = bench.parse_arguments([*given, "--seeds", "0", "--settings", "W4 A16"])
     bench.Bench(options).run()
     files = {path: path.read_bytes() for path in (tiny / "rows").glob("*.json")}

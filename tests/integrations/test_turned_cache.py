@@ -75,8 +75,10 @@ class Plain(TurnedLayer):
 
     def _restore(self, _: int, codes: Codes, out: Tensor) -> None:
         packed, middle, step = codes
-        levels = torch.cat(levels_of(packed, self.bits), -1)
-        out.copy_(levels * step + middle)
+        levels = out.new_empty(out.shape)
+        for piece, half in zip(levels.chunk(2, -1), levels_of(packed, self.bits), strict=True):
+            piece.copy_(half)
+        torch.mul(levels, step, out=out).add_(middle)
 
 
 class Usual(QuantizedLayer):

@@ -295,6 +295,15 @@ def test_fused_weights_move_as_the_separate_ones_would(kind, which):
                 assert gram_error(head) < 1e-10
 
 
+@pytest.mark.parametrize("order", ["qkv", "(qkv)"])
+def test_names_say_the_order_of_rows(order):
+    model = Holder({"all": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
+    so.constrain_attention(model, which="k", names={order: "all"})
+    rows = torch.arange(3 * WIDTH)[:, None]
+    keys = (side_by_side if order == "qkv" else one_after_the_other)(rows, HEADS, SIZE)["k"]
+    assert torch.equal(torch.cat(model.all.weight.manifold.parts(rows)), keys)
+
+
 class LatentAttention(Holder):
     """Queries, keys and values made of latents, and a part of all keys that is rotated."""
 
