@@ -24,8 +24,9 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_to_diagonal_,
     are_finite,
+    bounds_of,
+    defect,
     gram,
-    identity_for,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
@@ -66,6 +67,8 @@ class Length(NamedTuple):
         step: What the rule multiplies ``inner`` by, ``(k, 1, 1)``. None: the learning rate.
         bound: A number for each matrix, ``(k, 1, 1)``, which is not finite where the gradient is
             not, or where the step leaves floating point. None: nothing is known.
+        steepness: Upper bound on the learning rate times ``inner``, known without waiting, which is
+            not finite where a gradient is not. None: it is not known.
     """
 
     squares: Tensor
@@ -74,6 +77,7 @@ class Length(NamedTuple):
     inner: Tensor | None = None
     step: Tensor | None = None
     bound: Tensor | None = None
+    steepness: float | None = None
 
     def tangents(self, count: int) -> Tensor:
         """Return the length of each of ``count`` steps, NaN where it is not finite."""
@@ -128,7 +132,7 @@ def corrected(
     pairs = [(point, state[name]) for name in normal if name in state]
     products = sums(*([] if own is not None else [(point, point)]), *pairs)
     own = products.pop(0) if own is None else own
-    new_point = add_product(point, point, torch.sub(identity_for(own), own), alpha=0.5)
+    new_point = add_product(point, point, defect(own), alpha=0.5)
     changed: Tensors = {}
     for name, overlap in zip([name for name in normal if name in state], products, strict=True):
         changed[name] = add_product(state[name], new_point, overlap, alpha=-1.0)
@@ -180,16 +184,20 @@ def step_factors_of(
     """
     count, reads = skew.size(0), reader.is_exact
     alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
-    powers = skew.new_empty(1 if reads else 2, 2 * count, *skew.shape[1:])
-    squares = powers[0]
+    powers = skew.new_empty(2 * count if reads else 4 * count, *skew.shape[1:])
+    squares = powers if reads else powers[: 2 * count]
     gram(skew, squares[:count], alpha)
     is_scaled = ahead is not None and count == 1 and sums.are_local and not reads
     pairs = () if is_scaled else also
     _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
     if is_projected:
         squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
-    limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
-    length, second, step = Length(squares, 1.0, limit, inner), None, Step(lr)  # type: ignore[arg-type]
+    limit, steepness = math.inf, None
+    if reads and not isinstance(lr, Tensor):
+        limit, size = bounds_of(squares, inner)
+        steepness = None if size is None or lr == 0 else abs(lr) * size
+    length = Length(squares, 1.0, limit, inner, steepness=steepness)
+    second, step = None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
         length, second, step = _cut(powers, count, lr, reader, inner, judged)
     if ahead is not None and is_scaled and step.factor is not None:
@@ -201,13 +209,13 @@ def step_factors_of(
     )
     of_turn, of_move = both.difference.unsafe_chunk(2)
     of_both = plus_identity(both.difference)
-    if step.factor is None:
-        scaled = of_both
-    else:
-        scaled = (of_both.view(2, count, *skew.shape[1:]) * step.factor).view_as(of_both)
-    root, scaled_root = of_both[count:], scaled[count:]
-    rotation = of_turn.baddbmm_(skew, scaled[:count], alpha=step.number)
-    return StepFactors(rotation, of_move, root, scaled_root, both.companion, step, length, products)
+    scaled_turn, root = of_both.unsafe_chunk(2)
+    scaled = root
+    if step.factor is not None:
+        of_both = (of_both.view(2, count, *skew.shape[1:]) * step.factor).view_as(of_both)
+        scaled_turn, scaled = of_both.unsafe_chunk(2)
+    rotation = of_turn.baddbmm_(skew, scaled_turn, alpha=step.number)
+    return StepFactors(rotation, of_move, root, scaled, both.companion, step, length, products)
 
 
 def _cut(
@@ -223,9 +231,11 @@ def _cut(
     Turn and move are cut by one s, by the bound |E|^2 <= |E^2|_F: s^2 E may be 4 times what the
     reader knows of the step before, at least 0.06 and at most 16. Off a CPU so they are where
     ``inner`` = X'G is too steep. The bound of a matrix whose gradient is not finite is not finite:
-    nothing of it may be used. ``powers`` has E, without eta^2 if that is a tensor, and maybe room
-    for E^2; both are divided by their limit, which is the scale of the length.
+    nothing of it may be used. ``powers`` has E, without eta^2 if that is a tensor, and behind it
+    room for E^2 unless the reader is exact; both are divided by their limit, which is the scale of
+    the length.
     """
+    powers = powers.view(1 if reader.is_exact else 2, -1, *powers.shape[1:])
     parts = powers[0].view(-1, count, *powers.shape[2:])
     if isinstance(lr, Tensor):
         parts.mul_(lr * lr)
@@ -298,40 +308,44 @@ def _bounds(
 
 
 def rotation_of_square(
-    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader, judged: Tensor | None = None
 ) -> tuple[Tensor, Length]:
     """Return D - I for square matrices, X D being the whole move, and the length of the step.
 
     For a square matrix every m x m is as large as the parameter: Z is computed by ``compute``, and
-    freed before the roots are worked out.
+    freed before the roots are worked out. ``judged`` is as in :func:`step_factors_of`.
     """
-    difference, step, length = _of_square(compute, lr, reader)
+    difference, step, length = _of_square(compute, lr, reader, judged)
     root = step.times(plus_identity(difference))
     return difference.baddbmm_(compute(), root, alpha=step.number), length
 
 
 def turned_square(
-    point: Tensor, compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+    point: Tensor,
+    compute: Callable[[], Tensor],
+    lr: Scalar,
+    reader: Reader,
+    judged: Tensor | None = None,
 ) -> tuple[Tensor, Length]:
     """Return X D = (X + X K)(I + S), two products as D takes, and fewer passes over memory."""
-    difference, step, length = _of_square(compute, lr, reader)
+    difference, step, length = _of_square(compute, lr, reader, judged)
     moved = add_product(point, point, step.times(compute()), alpha=step.number)
     return add_product(moved, moved, difference), length
 
 
 def _of_square(
-    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader, judged: Tensor | None
 ) -> tuple[Tensor, Step, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
     turn, reads = compute(), reader.is_exact
-    powers = turn.new_empty(1 if reads else 2, *turn.shape)
-    gram(turn, powers[0], 1.0 if isinstance(lr, Tensor) else lr * lr)
-    count, size = turn.size(0), turn.size(-1)
+    count, size = turn.shape[:2]
+    powers = turn.new_empty(count if reads else 2 * count, *turn.shape[1:])
+    squares = gram(turn, powers[:count], 1.0 if isinstance(lr, Tensor) else lr * lr)
     del turn
-    limit = largest_bound(powers[0]) if reads and not isinstance(lr, Tensor) else math.inf
-    length, second, step = Length(powers[0], 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
+    limit = largest_bound(squares) if reads and not isinstance(lr, Tensor) else math.inf
+    length, second, step = Length(squares, 1.0, limit), None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
-        length, second, step = _cut(powers, count, lr, reader)
+        length, second, step = _cut(powers, count, lr, reader, judged=judged)
     square, scale, limit = length[:3]
     if size > MEDIUM:  # as large as the parameter: a number is stored instead
         length = length._replace(squares=largest_eigenvalue(square))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -29,7 +30,15 @@ from torch import Tensor
 
 from stiefel_opt.functional.flows import Move, Scalar, Tensors
 from stiefel_opt.numerics.device import Reader, is_cpu, numbers_on
-from stiefel_opt.numerics.linalg import LOCAL_SUMS, Sums, dot, frobenius_norm, square_norm
+from stiefel_opt.numerics.linalg import (
+    LOCAL_SUMS,
+    Packed,
+    Sums,
+    dot,
+    frobenius_norm,
+    inner_product,
+    square_norm,
+)
 
 PULL: Final = 0.3  # p, by default
 CAP: Final = 0.01  # the most that a may be
@@ -59,6 +68,12 @@ def limited(norm: Tensor, columns: int, start: float) -> Tensor:
     """Return a norm for which g is within its limits."""
     unit = start * math.sqrt(columns)
     return norm.clamp(unit / _LIMIT, unit * _LIMIT)
+
+
+def norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, sums: Sums, start: float) -> Tensor:
+    """Return the norm of projected points whose scale is the mean of the singular values."""
+    mean = sums.add(inner_product(X, unscaled)) / X.size(-1)
+    return limited(norm * mean, X.size(-1), start)
 
 
 def with_learned_scale(
@@ -92,11 +107,14 @@ def with_learned_scale(
     m, start = X.size(-1), sums.scale
     size = {"rows": X.size(-2) if sums.rows is None else sums.rows, "columns": m, "start": start}
     slope = sums.add(dot(G, X))
-    scale, of_scale = step_scale(norm, slope, state, lr=lr * start, step=step, **size)
     if is_embedded:
         G = over_scale(G, norm, m, start)
     new_X, new, length = rule(X, G, state, lr=lr, step=step, sums=sums, reader=reader)
-    return new_X, {**new, **of_scale, SCALE: scale}, length
+    room: Tensors = new if isinstance(new, Packed) else {}
+    scale, of_scale = step_scale(norm, slope, state, lr=lr * start, step=step, room=room, **size)
+    new = new if isinstance(new, Packed) else dict(new)
+    new |= {**of_scale, SCALE: scale}
+    return new_X, new, length
 
 
 def sgd_scale(
@@ -112,6 +130,7 @@ def sgd_scale(
     momentum: float = 0.9,
     nesterov: bool = False,
     pull: float = PULL,
+    room: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensors]:
     """Return the new g and its new state after a step of SGD.
 
@@ -124,10 +143,12 @@ def sgd_scale(
         start: g0.
         momentum, nesterov: as in ``torch.optim.SGD``.
         pull: p.
+        room: Memory for the new state, by name.
     """
     new: Tensors = {}
     if MOMENTUM in state:
-        new[MOMENTUM] = torch.add(slope, state[MOMENTUM], alpha=momentum)
+        out = room.get(MOMENTUM)
+        new[MOMENTUM] = torch.add(slope, state[MOMENTUM], alpha=momentum, out=out)
         slope = torch.add(slope, new[MOMENTUM], alpha=momentum) if nesterov else new[MOMENTUM]
     pulled = _pulled(norm, lr * pull, columns, start)
     if isinstance(lr, Tensor):
@@ -151,11 +172,12 @@ def adam_scale(
     eps: float = 1e-8,
     spectral: bool = False,
     pull: float = PULL,
+    room: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensors]:
     """Return the new g and its new state after a step of Adam.
 
     Args:
-        norm, slope, columns, rows, start, pull: as in :func:`sgd_scale`.
+        norm, slope, columns, rows, start, pull, room: as in :func:`sgd_scale`.
         state: Averages of s and s^2 and the sums of their weights as ``scale_moments``,
             ``(k, 1, 4)``.
         lr: eta, a number or a tensor.
@@ -164,7 +186,7 @@ def adam_scale(
     """
     powers = slope.pow(numbers_on(slope, 1.0, 2.0, 0.0, 0.0))
     weights = numbers_on(slope, *(1 - betas[0], 1 - betas[1]) * 2)
-    moments = torch.lerp(state[MOMENTS], powers, weights)
+    moments = torch.lerp(state[MOMENTS], powers, weights, out=room.get(MOMENTS))
     least = max(eps * eps, torch.finfo(slope.dtype).tiny)
     means = torch.addcdiv(numbers_on(slope, 0.0, least), moments[..., :2], moments[..., 2:])
     mean, root = means[..., :1], means[..., 1:].rsqrt()

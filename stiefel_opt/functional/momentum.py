@@ -75,7 +75,7 @@ from stiefel_opt.numerics.linalg import (
     add_product,
     add_product_,
     add_product_into,
-    identity_for,
+    defect,
     is_halved,
     product,
 )
@@ -193,14 +193,12 @@ def adam(
     reader, a = reader or reader_for(X), metric_parameter(metric)
     is_plain = transport == "isometric" and a == METRICS["canonical"] and NORMAL in state
     (S,) = sums((X, G))
-    room = force = None
-    if is_plain and isinstance(state, Packed):
-        room, force = state.like(), state.like(SKEW, NORMAL)
     root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
     eta = lr * bias_correction_ratio(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
     is_one = X.size(0) == 1 or not isinstance(most, Tensor)  # number for all
-    if is_one and isinstance(state, Packed) and room is not None and force is not None:
+    if is_plain and is_one and isinstance(state, Packed):
+        room, force = state.like(), state.like(SKEW, NORMAL)
         options = betas, eps, nesterov, root, most
         judged = _moments_at_once(X, G, S, state, room, force, options, reader)
         parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
@@ -214,15 +212,17 @@ def adam(
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        new_X, new_Z, length = rotate_square(X, turn, new[SKEW], eta, transport, reader)
-        return new_X, new | new_Z, length
+        moved = rotate_square(X, turn, new[SKEW], eta, transport, reader, _judgement(new, reader))
+        return moved[0], new | moved[1], moved[2]
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
     of_normal = moments(state, "normal", minus_g, betas, mu)
     V = divided(of_normal, "normal", latest=minus_g if nesterov else None)
     del minus_g
-    U, along = of_normal.pop(NORMAL), direction()
-    new_X, carried, length = advance(X, V, U, along, new[SKEW], eta, transport, None, sums, reader)
+    U, along, judged = of_normal.pop(NORMAL), direction(), _judgement(new | of_normal, reader)
+    new_X, carried, length = advance(
+        X, V, U, along, new[SKEW], eta, transport, None, sums, reader, judged
+    )
     return new_X, new | of_normal | carried, length
 
 
@@ -309,11 +309,11 @@ def corrected_unprojected(
         own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
         (overlap,) = sums((X, state[UNPROJECTED]))
-    defect = torch.sub(identity_for(own), own)
-    overlap = torch.baddbmm(overlap, defect, overlap, alpha=0.5)  # of the corrected point
+    error = defect(own)
+    overlap = torch.baddbmm(overlap, error, overlap, alpha=0.5)  # of the corrected point
     if FACTOR in state:
         overlap = torch.bmm(overlap, state[FACTOR])
-    return add_product(X, X, defect, alpha=0.5), {OVERLAP: overlap}
+    return add_product(X, X, error, alpha=0.5), {OVERLAP: overlap}
 
 
 # ---- moves ---------------------------------------------------------------------------------------
@@ -386,14 +386,15 @@ def rotate_square(
     lr: Scalar,
     transport: str | None,
     reader: Reader,
+    judged: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
     turn = (lambda: direction) if isinstance(direction, Tensor) else direction
     if transport != "projected" and not is_halved(X):
-        new_X, length = turned_square(X, turn, lr, reader)
+        new_X, length = turned_square(X, turn, lr, reader, judged)
         new = {} if transport is None else {SKEW: new_Z}
     else:  # a product of the rotation is symmetric, and large ones are cheaper then
-        rotation, length = rotation_of_square(turn, lr, reader)
+        rotation, length = rotation_of_square(turn, lr, reader, judged)
         new_X = add_product(X, X, rotation)
         new = {} if transport is None else carried_skew(new_Z, rotation, transport)
     return new_X, new, length
@@ -448,8 +449,7 @@ def _moments_at_once(
 ) -> Tensor | None:
     """Put the new moments into ``room``, and what they give into ``force``; return a judgement.
 
-    As :func:`moments` and :func:`precondition`, in half as many calls. A second moment never
-    forgets what is not finite, and such a force makes no long step: its size is judged.
+    As :func:`moments` and :func:`precondition`, in half as many calls.
     """
     betas, eps, nesterov = options[:3]
     root, most = (n.view(1) if isinstance(n, Tensor) else n for n in options[3:])
@@ -477,6 +477,17 @@ def _moments_at_once(
         torch.div(first, denominator, out=values)
     values.clamp_(-most, most)
     return judged
+
+
+def _judgement(state: Mapping[str, Tensor], reader: Reader) -> Tensor | None:
+    """Return a number a matrix that is not finite where a second moment is not, ``(k)``.
+
+    A second moment never forgets that, and such a force makes no long step.
+    """
+    if reader.is_exact:
+        return None
+    sizes = [state[name].amax(dim=(-2, -1)) for name in _SECOND if name in state]
+    return sizes[0] if len(sizes) == 1 else sizes[0] + sizes[1]
 
 
 # ---- moments -------------------------------------------------------------------------------------

@@ -64,13 +64,14 @@ def with_radius(
     growth, divided, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     # a number costs the rule less
     number: float | None = None
+    is_one = reader.is_exact and growth.numel() == 1
     if not isinstance(lr, Tensor):
-        is_one = reader.is_exact and growth.numel() == 1
         number = growth.item() if is_one else reader.same(GROWTH, growth)
     if number is not None:
         number = min(float(number * decay + (lr * lr * n - (1 - decay))), largest)
         divided = lr / math.sqrt(1 + number)
-        reader.keep(GROWTH, number)
+        if not is_one:
+            reader.keep(GROWTH, number)
     else:
         growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
         divided = lr * torch.rsqrt(1 + growth)

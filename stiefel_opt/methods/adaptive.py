@@ -201,7 +201,8 @@ def adaptive_adam(
     reader = reader or reader_for(X)
     new |= moments
     move = _moved(X, S, divided, state, new, mu, eta, a, nesterov, transport, sums, reader)
-    return *move[:2], move[2]._replace(inner=None)  # S is not divided
+    # S is not divided; no second moment forgets a gradient that the bound of a step does not show
+    return *move[:2], move[2]._replace(inner=None, bound=None)
 
 
 class _FarReader(Reader):

@@ -55,9 +55,9 @@ from stiefel_opt.numerics import (
     add_product_,
     add_to_diagonal_,
     cross_gram,
+    defect,
     finest_dtype,
     gram,
-    half_error_,
     identity_for,
     inner_product,
     product,
@@ -535,9 +535,9 @@ def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
 
 
 def _correction_of(own: Tensor) -> Tensor:
-    """Return (X'X)^(-1/2) - I = H + 3/2 H^2 for X'X = I - 2H near I, in whose memory H is."""
-    half = half_error_(own)
-    return torch.baddbmm(half, half, half, alpha=1.5)
+    """Return (X'X)^(-1/2) - I = D/2 + 3/8 D^2 for X'X = I - D near I."""
+    error = defect(own)
+    return torch.baddbmm(error, error, error, beta=0.5, alpha=0.375)
 
 
 def _is_empty(point: Tensor) -> bool:

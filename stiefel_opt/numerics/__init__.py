@@ -45,9 +45,9 @@ from stiefel_opt.numerics.linalg import add_to_diagonal_ as add_to_diagonal_
 from stiefel_opt.numerics.linalg import are_finite as are_finite
 from stiefel_opt.numerics.linalg import cayley as cayley
 from stiefel_opt.numerics.linalg import cross_gram as cross_gram
+from stiefel_opt.numerics.linalg import defect as defect
 from stiefel_opt.numerics.linalg import exponential as exponential
 from stiefel_opt.numerics.linalg import gram as gram
-from stiefel_opt.numerics.linalg import half_error_ as half_error_
 from stiefel_opt.numerics.linalg import identity_for as identity_for
 from stiefel_opt.numerics.linalg import infinity_norm as infinity_norm
 from stiefel_opt.numerics.linalg import inner_product as inner_product

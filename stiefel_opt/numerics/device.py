@@ -353,7 +353,9 @@ class Lagged(Reader):
 
     What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
     Numbers of the host that all matrices have in common, such as counts of their steps, are kept
-    until it learns that a matrix was left out. That is one step late, or two.
+    until it learns that a matrix was left out. That is one step late, or two. From then on they are
+    numbers of the device, until the host waits in any case: when a checkpoint is made. Weights of
+    one batch that have missed different steps have none in common any more.
     """
 
     def __init__(self) -> None:
@@ -589,6 +591,9 @@ def recorder_for(tensor: Tensor) -> type[Recorder] | None:
 _MKLDNN: Any = torch.backends.mkldnn
 _BACKENDS: Any = (torch.backends.cuda.matmul, _MKLDNN.matmul)
 _EXACT = ("none", "ieee")  # settings that keep all digits: the default, and full precision
+# What the backends ask, without the exception that each of their attributes begins with.
+_PRECISION: Any = torch._C._get_fp32_precision_getter
+_NOTHING: Final = contextlib.nullcontext()
 
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -597,7 +602,7 @@ def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     if known and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -607,9 +612,8 @@ def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     hold to 1e-3 only. The precision belongs to the process: steps of several threads share one
     suspension, and the last of them ends it.
     """
-    first, second = _BACKENDS
-    exact = first.fp32_precision in _EXACT and second.fp32_precision in _EXACT
-    if exact and not _SUSPENSION.active:
+    is_exact = _PRECISION("cuda", "matmul") in _EXACT and _PRECISION("mkldnn", "matmul") in _EXACT
+    if is_exact and not _SUSPENSION.active:
         return no_autocast(tensor)
     return _suspended(tensor)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,27 +239,43 @@ def add_product_(
 
 
 class Packed(dict[str, Tensor]):
-    """Batches by name that lie one behind the other in one tensor: a call may work on several."""
+    """Batches by name that lie one behind the other in one tensor: a call may work on several.
 
-    def __init__(self, flat: Tensor, parts: Mapping[str, Tensor]) -> None:
+    On a CPU views of a few numbers cost more than their arithmetic: with ``is_kept`` they are made
+    once, and what :meth:`like` returns is the same memory every time.
+    """
+
+    def __init__(self, flat: Tensor, parts: Mapping[str, Tensor], *, is_kept: bool = False) -> None:
         super().__init__(parts)
-        self.flat = flat
+        self.flat, self._is_kept = flat, is_kept
+        self._known: dict[tuple[str, str, str], Any] = {}
 
     def like(self, first: str = "", last: str = "") -> Packed:
         """Return memory for the same batches, or for those between two names."""
+        made: Packed | None = self._known.get(("like", first, last))
+        if made is not None:
+            return made
         flat = self.flat if not first else self.span(first, last)
         begin, room = int(flat.storage_offset()), torch.empty_like(flat)
         parts = {}
         for name, part in self.items():
             offset = int(part.storage_offset()) - begin
-            if 0 <= offset < room.numel():
+            if 0 <= offset <= room.numel() - part.numel():  # a part may be empty
                 parts[name] = room.as_strided(part.size(), part.stride(), offset)
-        return Packed(room, parts)
+        made = Packed(room, parts, is_kept=self._is_kept)
+        if self._is_kept:
+            self._known["like", first, last] = made
+        return made
 
     def span(self, first: str, last: str) -> Tensor:
         """Return the entries of the batches between two names, as one dimension."""
-        begin, end = self[first], self[last]
-        return self.flat[begin.storage_offset() : end.storage_offset() + end.numel()]
+        known: Tensor | None = self._known.get(("span", first, last))
+        if known is None:
+            begin, end = self[first], self[last]
+            known = self.flat[begin.storage_offset() : end.storage_offset() + end.numel()]
+            if self._is_kept:
+                self._known["span", first, last] = known
+        return known
 
     def runs(self) -> list[Tensor]:
         """Return neighbours of one shape as one batch ``(., k, n, m)``, in the order of memory."""
@@ -318,12 +334,14 @@ def largest_bound(matrix: Tensor) -> float:
     Positive semidefinite matrices only, symmetric or Hermitian. With the mean c and the deviation s
     of the eigenvalues, both from sums of entries, none exceeds c + s sqrt(m - 1); for large m the
     largest infinity norm is sharper. For a few numbers, where calls cost more than the products
-    that a sharper bound saves, m times the largest entry.
+    that a sharper bound saves, m times the largest entry, or the norm of one or two matrices.
 
     Reference: Wolkowicz & Styan (1980), Bounds for eigenvalues using traces, Theorem 2.1.
     """
     size = matrix.size(-1)
     if matrix.numel() <= FEW:
+        if matrix.size(0) <= 2:
+            return float(torch.linalg.vector_norm(matrix))
         return size * float(matrix.real.max())
     if size > MEDIUM:
         return float(infinity_norm(matrix).max())
@@ -336,16 +354,28 @@ def largest_bound(matrix: Tensor) -> float:
     return bound if bound < math.inf else float(infinity_norm(matrix).max())
 
 
+def bounds_of(squares: Tensor, inner: Tensor | None) -> tuple[float, float | None]:
+    """Return a bound on the eigenvalues of a batch, and one on |S| of another; both are read."""
+    if inner is None:
+        return largest_bound(squares), None
+    if squares.numel() > FEW or inner.size(0) > 1:
+        sizes = torch.linalg.vector_norm(inner, dim=(-2, -1))
+        return largest_bound(squares), float(sizes.max())
+    size, of_inner = torch._foreach_norm([squares, inner])
+    return size.item(), of_inner.item()
+
+
 def largest_stretch(matrix: Tensor) -> Tensor:
     """Return about the largest singular value of each of ``(k, m, m)``, ``(k, 1, 1)``; too low.
 
     Two steps of the power method from a vector that has no structure to be orthogonal to. For a few
     numbers, where calls cost more than arithmetic, a bound, at most m^(1/4) times the value.
     """
+    if matrix.numel() <= FEW:
+        norm: Tensor = torch.linalg.vector_norm(gram(matrix), dim=(-2, -1), keepdim=True)
+        return norm.sqrt()
     size: Tensor = torch.linalg.vector_norm(matrix, ord=math.inf, dim=(-2, -1), keepdim=True)
     matrix = matrix / size.clamp(min=1e-30)  # powers must not overflow
-    if matrix.numel() <= FEW:
-        return infinity_norm(gram(matrix)).sqrt() * size
     image = matrix @ (matrix.mH @ _kept(_without_structure, matrix))
     before: Tensor = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
     after: Tensor = torch.linalg.vector_norm(matrix.mH @ image, dim=-2, keepdim=True)
@@ -373,9 +403,11 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
     return matrix.add_(identity_for(matrix), alpha=value)
 
 
-def half_error_(own: Tensor) -> Tensor:
-    """Turn X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal up to M^2."""
-    return add_to_diagonal_(own.mul_(-0.5), 0.5)
+def defect(own: Tensor) -> Tensor:
+    """Return D = I - X'X from X'X: X + X D/2 is orthonormal up to D^2."""
+    if _is_large(own):
+        return add_to_diagonal_(own.neg(), 1.0)
+    return torch.sub(identity_for(own), own)
 
 
 def plus_identity(matrix: Tensor) -> Tensor:

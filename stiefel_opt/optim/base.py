@@ -7,8 +7,6 @@ parameters then follow the plain rule of the subclass, constrained ones its rule
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,24 +21,27 @@ from typing_extensions import override
 from stiefel_opt.errors import check_group
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
-from stiefel_opt.numerics.device import exact_products, is_compiling, readable
+from stiefel_opt.numerics.device import is_compiling
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.capture import Capture, captures_of, check_wanted, how_stepped
-from stiefel_opt.optim.commit import Correction, Rule, ScaleRule, StepOptions
-from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
+from stiefel_opt.optim.capture import captures_of, check_wanted, how_stepped
+from stiefel_opt.optim.commit import Correction, Rule, ScaleRule
+from stiefel_opt.optim.group import (
+    GroupIndex,
+    WeightGroup,
+    index_for,
+    move_constrained,
+    step_all,
+)
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import START, State, StateDict, complete_state, declared_once
 from stiefel_opt.optim.tagged import TaggedOptimizer
-from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
+from stiefel_opt.optim.torch_rules import Group, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
-from stiefel_opt.tags.parameter import mark_unconstrained, project_untagged
-
-# The learning rate is limited so that its square fits float32; rotations saturate long before.
-_LARGEST_LR: Final = 2.0**50
+from stiefel_opt.tags.parameter import project_untagged
 
 # Attributes of a class that speak of a method: who overrides the method says them again.
 _SAID_OF: Final = {
@@ -49,135 +50,6 @@ _SAID_OF: Final = {
     "learns_scale": "rule_for",
     "plain_is_elementwise": "update_plain",
 }
-
-_GRAD = operator.attrgetter("grad")
-
-
-def _require_finite(lr: Any) -> None:
-    """Raise unless a learning rate is one finite number, or a tensor that cannot be read."""
-    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
-    if value is None and isinstance(lr, Tensor):
-        return
-    try:
-        is_finite = math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):  # no number, or several
-        is_finite = False
-    if not is_finite:
-        checks.refuse_lr(lr)
-
-
-def _limited(lr: float | Tensor) -> float | Tensor:
-    """Return a number where it can be read, and not too large a one."""
-    value = readable(lr) if isinstance(lr, Tensor) else lr
-    return lr if value is None else min(float(value), _LARGEST_LR)
-
-
-class GroupIndex:
-    """Which parameters of a group are plain, and which are constrained and have state.
-
-    ``plain`` and ``waiting`` hold places in the group. A constrained parameter is waiting until it
-    has a first gradient.
-    """
-
-    def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
-        self._params = list(group["params"])
-        self._tags = tags_of(self._params)
-        self.weight_groups: list[WeightGroup] = []
-        self.captures: list[Capture | None] = []
-        self._stiefel = group["stiefel"]
-        mark_unconstrained(self._params, self._stiefel is False)
-        self._bind(optimizer, group)
-        self.readings = [checks.reading(parameter, group) for parameter in self._params]
-        checks.check_shapes(self._params, self.readings, optimizer.param_groups)
-        checks.check_learned_scale(group, optimizer)
-        self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
-        self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
-
-    def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
-        optimizer.check_options(group)
-        names = [name for name in optimizer.defaults if name != "lr"]
-        self._options_of = operator.itemgetter(*names)
-        self._options = self._options_of(group)
-        self.declared = optimizer.declared_for(group)
-        self.rule, self.scale_rule = optimizer.rule_for(group), optimizer.scale_rule_for(group)
-        self.correction = optimizer.correction_for(group)
-        self._allow_captures(optimizer, group)
-
-    def _allow_captures(self, optimizer: StiefelOptimizer, group: Group) -> None:
-        check_wanted(self.weight_groups, group)
-        for capture in self.captures:
-            if capture is not None:
-                capture.allow(group, is_capturable=optimizer.capturable)
-
-    def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
-        """Say whether parameters, tags and state are as they were; bind options that are new."""
-        if self._options_of(group) != self._options:
-            declared = self.declared
-            self._bind(optimizer, group)
-            if declared != self.declared:
-                return False
-        params = group["params"]
-        return (
-            len(params) == len(self._params)
-            and all(map(operator.is_, params, self._params))
-            and all(map(operator.is_, tags_of(params), self._tags))
-            and group["stiefel"] is self._stiefel
-            and all(weights.is_intact(optimizer.state) for weights in self.weight_groups)
-        )
-
-    def plain_with_gradient(self, optimizer: StiefelOptimizer, group: Group) -> list[Tensor]:
-        """Return the plain parameters that move; raise for gradients that cannot be used."""
-        params = group["params"]
-        plain = [params[place] for place in self.plain if params[place].grad is not None]
-        for parameter in plain:
-            if parameter.grad.is_sparse and not optimizer._sparse_allowed:
-                checks.refuse_sparse(parameter, optimizer.param_groups)
-            if parameter.grad.shape != parameter.shape:
-                checks.refuse_gradient(parameter, optimizer.param_groups)
-        return plain
-
-    def admit(self, optimizer: StiefelOptimizer, group: Group, late: list[int]) -> None:
-        """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
-        waiting, form = set(self.waiting).difference(late), optimizer._velocity_form()
-        layouts: dict[Any, Shards | None] = {}
-        weights: dict[torch.device, list[Weight]] = {}
-        restarted: list[Tensor] = []
-        for place, manifold in enumerate(self.readings):
-            if manifold is None or place in waiting:
-                continue
-            parameter, key = group["params"][place], None
-            if is_sharded(parameter):
-                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
-            if key not in layouts:
-                layouts[key] = shards_of(parameter, manifold)
-            called = partial(checks.name_of, parameter, optimizer.param_groups)
-            if (shards := layouts[key]) is not None:
-                checks.check_sharing(shards, parameter, optimizer, self.declared, called)
-            states, records = optimizer.state, optimizer.records
-            if records.drop_unfit(states, parameter, manifold, self.declared):
-                restarted.append(parameter)
-            state: StateDict = states[parameter]
-            if manifold.learn_scale:  # a checkpoint may have brought another start
-                manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
-            together = weights.setdefault(parameter.device, [])
-            weight = Weight(parameter, manifold, state, shards, len(together))
-            keep_velocity(weight, self.declared, form)
-            complete_state(state, self.declared, parameter, manifold, called, form.known, shards)
-            together.append(weight)
-        tally_of = optimizer.records.tally_of
-        self.weight_groups = [
-            WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
-            for each in weights.values()
-        ]
-        self.captures = captures_of(self.weight_groups, optimizer.records.of_graphs)
-        self._allow_captures(optimizer, group)
-        self.waiting = sorted(waiting)
-        checks.warn_of_restarts(restarted, optimizer.param_groups)
-
-
-def tags_of(parameters: list[Tensor]) -> list[Any]:
-    """Return the attribute ``manifold`` of each parameter, or None, whatever it is."""
-    return list(map(getattr, parameters, itertools.repeat("manifold"), itertools.repeat(None)))
 
 
 def restore(optimizer: StiefelOptimizer) -> None:
@@ -407,30 +279,22 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             self._step_traced()
         elif torch.is_inference_mode_enabled():  # state is for later steps, too
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._step_all()
+                step_all(self)
         else:
-            self._step_all()
+            step_all(self)
         return loss
-
-    def _step_all(self) -> None:
-        """Look at the gradients of every group, then move every group."""
-        self._count_groups()
-        plain = [self._prepare(*item) for item in enumerate(self.param_groups)]
-        for group, parameters in zip(self.param_groups, plain, strict=True):
-            self._move_plain(group, parameters)
-        self._move_constrained([group["lr"] for group in self.param_groups])
 
     def _step_traced(self) -> None:
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
         for group in self.param_groups:
             self._init_group(group)
         if any(weights.is_shared for weights in self.all_constrained()):
-            beside(self._step_all)
+            beside(partial(step_all, self))
             return
         in_graph(self._handle, self.all_constrained(), self.param_groups)
         for group, index in zip(self.param_groups, self._indices, strict=True):
-            if index is not None:
-                self._move_plain(group, index.plain_with_gradient(self, group))
+            if index is not None and (plain := index.plain_with_gradient(self, group)):
+                self._move_plain(group, plain)
 
     def _count_groups(self) -> None:
         """Divide all groups anew where one was added to, or taken from, ``param_groups`` itself."""
@@ -447,21 +311,10 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         """
         self._count_groups()
         for place, each in enumerate(self.param_groups):
-            for plain in self._init(place, each).plain:
+            for plain in index_for(self, place, each).plain:
                 parameter = each["params"][plain]
                 if parameter.grad is not None:
                     self.init_plain(each, parameter, self.state[parameter])
-
-    def _init(self, place: int, group: Group) -> GroupIndex:
-        """Make the state of constrained parameters that have a gradient for the first time."""
-        index = self._indices[place]
-        if index is None or not index.describes(self, group):
-            index = self._renew(place, group)
-        params = group["params"]
-        late = index.waiting and [i for i in index.waiting if params[i].grad is not None]
-        if late:
-            index.admit(self, group, late)
-        return index
 
     def _renew(self, place: int, group: Group) -> GroupIndex:
         """Divide the parameters of a group anew, plain from constrained; admit those with state."""
@@ -473,25 +326,55 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             self.records.drop_unfit(self.state, group["params"][plain], None, ())
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
-            index.admit(self, group, known)
+            self._admit(index, group, known)
         for weight_group in earlier.weight_groups if earlier else ():
             weight_group.views.release()
         self.records.keep_only([p for each in self.param_groups for p in each["params"]])
         return index
 
-    def _prepare(self, place: int, group: Group) -> list[Tensor]:
-        """Look at the gradients of a group before anything changes; return the plain parameters."""
-        _require_finite(group["lr"])
-        index = self._init(place, group)
-        for weights in index.weight_groups:
-            grads = list(map(_GRAD, weights.parameters))
-            if not weights.check_gradients(grads, self.param_groups):
-                self._renew(place, group)
-                return self._prepare(place, group)
-            changed = weights.set_gradients(grads, group["nonfinite"])
-            if changed or weights.unsafe or weights.overflowed:
-                self._refuse(group, weights, changed)
-        return index.plain_with_gradient(self, group)
+    def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:
+        """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
+        waiting, form = set(index.waiting).difference(late), self._velocity_form()
+        layouts: dict[Any, Shards | None] = {}
+        weights: dict[torch.device, list[Weight]] = {}
+        restarted: list[Tensor] = []
+        for place, manifold in enumerate(index.readings):
+            if manifold is None or place in waiting:
+                continue
+            parameter, key = group["params"][place], None
+            if is_sharded(parameter):
+                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
+            if key not in layouts:
+                layouts[key] = shards_of(parameter, manifold)
+            called = partial(checks.name_of, parameter, self.param_groups)
+            if (shards := layouts[key]) is not None:
+                checks.check_sharing(shards, parameter, self, index.declared, called)
+            states, records = self.state, self.records
+            if records.drop_unfit(states, parameter, manifold, index.declared):
+                restarted.append(parameter)
+            state: StateDict = states[parameter]
+            if manifold.learn_scale:  # a checkpoint may have brought another start
+                manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
+            together = weights.setdefault(parameter.device, [])
+            weight = Weight(parameter, manifold, state, shards, len(together))
+            keep_velocity(weight, index.declared, form)
+            complete_state(state, index.declared, parameter, manifold, called, form.known, shards)
+            together.append(weight)
+        tally_of = self.records.tally_of
+        index.weight_groups = [
+            WeightGroup(each, [tally_of(w.parameter) for w in each], index.declared)
+            for each in weights.values()
+        ]
+        index.waiting = sorted(waiting)
+        checks.warn_of_restarts(restarted, self.param_groups)
+        index.captures = captures_of(index.weight_groups, self.records.of_graphs)
+        self._allow_captures(index, group)
+
+    def _allow_captures(self, index: GroupIndex, group: Group) -> None:
+        check_wanted(index.weight_groups, group)
+        for capture in index.captures:
+            if capture is not None:
+                capture.allow(group, is_capturable=self.capturable)
 
     def step_in_graph(self, grads: Mapping[Tensor, Tensor], lrs: list[Tensor]) -> None:
         """Step all parameters that were constrained when the graph was traced.
@@ -507,8 +390,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         for place, group in enumerate(self.param_groups):
             if self._indices[place] is None:
                 continue
-            _require_finite(group["lr"])
-            index = self._init(place, group)
+            checks.usable_lr(group["lr"])
+            index = index_for(self, place, group)
             for weights in index.weight_groups:
                 ours = list(map(grads.get, weights.parameters))
                 changed = weights.set_gradients(ours, group["nonfinite"], in_graph=True)
@@ -518,7 +401,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         for group, own in released:
             self._step_plain(group, own, [grads[p] for p in own], [self.state[p] for p in own])
         known = [group["lr"] for group in self.param_groups]
-        self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
+        move_constrained(self, [next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
@@ -530,8 +413,6 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     def _move_plain(self, group: Group, parameters: list[Tensor]) -> None:
         """Move the plain parameters of a group that have a gradient."""
-        if not parameters:
-            return
         grads: list[Tensor] = [p.grad for p in parameters]  # type: ignore[misc]
         try:
             self._step_plain(group, parameters, grads, [self.state[p] for p in parameters])
@@ -542,27 +423,6 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         for parameter in [p for p in parameters if not (self.state[p] or is_compiling())]:
             del self.state[parameter]
 
-    def _move_constrained(self, lrs: Sequence[float | Tensor]) -> None:
-        """Move the constrained parameters of every group; last, warn or raise for missed steps."""
-        missed: dict[bool, list[Tensor]] = {False: [], True: []}
-        for group, index, lr in zip(self.param_groups, self._indices, lrs, strict=True):
-            if index is None:
-                continue
-            lr = _limited(lr)
-            rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
-            options = StepOptions(*rules, lr, group["nonfinite"], index.scale_rule)
-            for weights, capture in zip(index.weight_groups, index.captures, strict=True):
-                with exact_products(weights.steps):
-                    turning = (capture or weights).step(options)
-                places = [*weights.unsafe, *weights.overflowed]
-                missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
-                if turning:
-                    checks.warn_of_long_steps(turning, self.param_groups, MANY_STEPS)
-        if missed[False]:
-            checks.warn_of_skipped(missed[False], self.param_groups)
-        if missed[True]:
-            checks.refuse_overflow(missed[True][0], self.param_groups)
-
     # ---- checkpoints ---------------------------------------------------------------------------
 
     @override
@@ -571,6 +431,9 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+            for weights in self.all_constrained():  # the host has waited already
+                for batch in weights.batches:
+                    batch.lagged.part(may_wait=True)
         drop_unfit(self)
         checkpoint.warn_if_nonfinite(self)
         # before all hooks of users: they see what is saved, and what they return counts

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.numerics.device import has_values
+from stiefel_opt.numerics.device import address_for, has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed, Sums
 from stiefel_opt.optim.sharding import Shards
-from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
+from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, is_declared, key_of
 from stiefel_opt.tags.blocks import as_batch
 from stiefel_opt.tags.manifold import Stiefel
 
@@ -36,6 +37,8 @@ _BYTES_WITHOUT_CARE: Final = 2**20
 _TEMPORARIES: Final = 1.5
 # On a CPU, joining blocks of at least this size costs more than calling the rule for each.
 _BYTES_ALONE: Final = 2**20
+# Numbers of state up to which a call on a CPU costs more than its arithmetic.
+_FEW_ON_CPU: Final = 2**14
 
 
 @dataclass(eq=False)
@@ -166,10 +169,13 @@ class Stack:
             for name, tensor in self._whole.items()
         }
         count = len(self.blocks) * self.each
-        # on a CPU a view costs as much as the call that it saves
-        if self._flat is None or self.on_cpu or rows != slice(0, count):
+        if self._flat is None or rows != slice(0, count):
             return state
-        return Packed(self._flat, state)
+        # processes that share rows must round alike, however many each has
+        is_small = self.sums.are_local and self._flat.numel() <= _FEW_ON_CPU
+        if self.on_cpu and not is_small:
+            return state
+        return Packed(self._flat, state, is_kept=self.on_cpu)
 
     def _pack(self) -> Tensor | None:
         """Join all state, one name behind the other in one tensor where they have one dtype."""
@@ -290,6 +296,45 @@ def plain_rows_of(
     return pairs
 
 
+def move_rows(
+    moving: list[tuple[Weight, list[StateDict]]],
+    all_grads: Sequence[Tensor | None],
+    values: Sequence[Tensor],
+    verdicts: Tensor | None,
+    reads: bool,
+    move: Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None],
+) -> None:
+    """Move the plain rows of parameters that are constrained in part, by the plain rule.
+
+    ``move`` takes parameters, gradients, states, and a number: unless it is 0, nothing moves.
+    """
+    parameters: list[Tensor] = []
+    grads: list[Tensor] = []
+    states: list[StateDict] = []
+    for weight, own in moving:
+        grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
+        split, value = weight.local_manifold.plain_parts, values[weight.place]
+        parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
+        if not reads:  # a kernel takes one verdict for all that it moves
+            found_inf = grad.new_zeros((), dtype=torch.float32)
+            if verdicts is not None:
+                found_inf = (~verdicts[weight.place]).float()
+            move(list(split(value)), parts, own, found_inf)
+            continue
+        parameters += split(value)
+        grads += parts
+        states += own
+    if parameters:
+        move(parameters, grads, states, None)
+    for weight, own in moving:
+        for index, state in enumerate(own):
+            for word, tensor in state.items():
+                key = key_of(ROWS + word, index)
+                is_replaced = weight.shards is None or not isinstance(tensor, Tensor)
+                if key not in weight.state or is_replaced:
+                    weight.state[key] = weight.shown_rows(tensor, index)
+
+
 def views_of(whole: Tensor) -> list[Tensor]:
     """Return ``whole[i]`` for each i as a tensor whose storage ends where it ends."""
     if not has_values(whole):
@@ -301,6 +346,48 @@ def views_of(whole: Tensor) -> list[Tensor]:
         whole.new_empty(0).set_(storage[start : start + size], 0, item.shape, item.stride())
         for start, item in zip(starts, whole, strict=True)
     ]
+
+
+class StateViews:
+    """The state that a user sees: views on the state of a stack, watched for replacement.
+
+    Attributes:
+        slots: Each dictionary and its key.
+        ids: Of the tensors there, which are alive: else ``forget`` has been called.
+        address: Says where one of them lies.
+        memory: Where they were.
+    """
+
+    def __init__(
+        self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
+    ) -> None:
+        self.slots = [
+            (weight.state, key)
+            for weight in weights
+            for key in weight.state
+            if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
+        ]
+        views = [state[key] for state, key in self.slots]
+        self.ids = list(map(id, views))
+        self.address = address_for(views)
+        if any(weight.shards is not None for weight in weights):
+            of_local = self.address
+            self.address = lambda view: of_local(local_part(view))
+        self.memory = list(map(self.address, views))
+        method = weakref.WeakMethod(forget)
+
+        def gone(_: Any) -> None:
+            if (release := method()) is not None:
+                release()
+
+        self._views: list[Any] = [weakref.ref(view, gone) for view in views]
+
+    def release(self) -> None:
+        """Give a copy of their state to parameters that have left the stack."""
+        for (state, key), view in zip(self.slots, self._views, strict=True):
+            is_ours = not key.startswith(ROWS) and key in state  # rows have no views
+            if is_ours and state[key] is view():
+                state[key] = state[key].clone()
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,8 +21,9 @@ from typing_extensions import override
 
 from stiefel_opt.errors import fail, users_level
 from stiefel_opt.numerics.device import Lagged, Planned, Recorder, reader_for, recorder_for
+from stiefel_opt.optim.blocks import move_rows
 from stiefel_opt.optim.commit import LastStep, StepOptions
-from stiefel_opt.optim.group import _CORRECTION_PERIOD, WeightGroup, _move_rows
+from stiefel_opt.optim.group import _CORRECTION_PERIOD, WeightGroup
 from stiefel_opt.optim.torch_rules import Group
 
 # What ``cuda_graph=None`` means: True in a version that `benchmarks.speed.step_time_gpu` has passed
@@ -139,10 +140,11 @@ class Capture:
         if weights._staying and is_new:  # torch would count a write to every weight
             self._why_eager = "a gradient is missing in a step that is not captured yet"
             return weights.step(options)
-        if weights._rows:  # by torch, before a step of the others
+        if weights.rows:  # by torch, before a step of the others
             weights._judge(options.nonfinite)
             values = [weight.moving() for weight in weights.weights]
-            _move_rows(weights, values, options.move_rows)
+            own = [pair for pair in weights.rows if pair[0].place not in weights._staying]
+            move_rows(own, weights._grads, values, weights._ok, weights.reads, options.move_rows)
         number = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
             found.replay()
@@ -282,7 +284,7 @@ def obstacle(weights: WeightGroup) -> str | None:
         return f"there are no CUDA graphs on the device of its weights, {weights.steps.device}"
     if weights.is_shared:
         return "processes share a weight"
-    if weights.masters and weights._rows:
+    if weights.masters and weights.rows:
         return "a weight in half precision has plain rows"
     return None
 

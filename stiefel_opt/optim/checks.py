@@ -194,6 +194,23 @@ def check_saved_lr(lr: Any) -> None:
     check_lr(-lr if is_number and -math.inf < lr < 0 else lr)
 
 
+def usable_lr(lr: Any) -> float | Tensor:
+    """Return a learning rate as a number where it can be read, and not too large a one.
+
+    Raise unless it is one finite number, or a tensor that cannot be read.
+    """
+    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
+    if value is None and isinstance(lr, Tensor):
+        return lr
+    try:
+        is_finite = math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):  # no number, or several
+        is_finite = False
+    if not is_finite:
+        refuse_lr(lr)
+    return min(float(value), LARGEST_LR)
+
+
 def refuse_lr(lr: Any) -> NoReturn:
     """Raise for a learning rate that no step can use."""
     is_number = isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
@@ -231,6 +248,9 @@ def check_radius(group: Group) -> None:
 
 
 # Words for what a group can say by ``stiefel`` only, as ``stiefel=so.Stiefel(heads=4)``.
+# The learning rate is limited so that its square fits float32; rotations saturate long before.
+LARGEST_LR: Final = 2.0**50
+
 _READINGS = (
     *("heads", "blocks", "manifold", "orthogonal", "constrained", "scale"),
     *("rowdims", "columndims", "learnscale", "determinant"),

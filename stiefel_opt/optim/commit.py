@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from stiefel_opt.errors import CONSTRAINABLE
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
 from stiefel_opt.functional.learned_scale import (
     SCALE,
-    limited,
+    norm_at,
     norm_of,
     over_scale,
     with_learned_scale,
@@ -48,19 +48,18 @@ from stiefel_opt.numerics.linalg import (
     Packed,
     Sums,
     are_finite,
-    inner_product,
     largest_stretch,
-    square_norm,
 )
 from stiefel_opt.optim.blocks import Stack
 from stiefel_opt.optim.moves import (
     check_move,
     is_foreign,
+    is_stale,
     refuse_write,
     warn_if_off,
     warn_of_sign,
 )
-from stiefel_opt.optim.state import State, StateDict
+from stiefel_opt.optim.state import State
 from stiefel_opt.tags.blocks import as_batch, shares_memory
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
@@ -252,10 +251,8 @@ class Batch:
         else:
             torch._foreach_copy_(parts, list(stored.unbind()))
 
-    def index_of(self, blocks: list[int] | None) -> Tensor | None:
-        """Return an index of the matrices of these blocks; None for all of them."""
-        if blocks is None:
-            return None
+    def index_of(self, blocks: list[int]) -> Tensor:
+        """Return an index of the matrices of these blocks."""
         matrices = [block * self.each + i for block in blocks for i in range(self.each)]
         return index_on(self.blocks[0].weight.parameter.device, matrices)
 
@@ -287,16 +284,12 @@ class Batch:
         return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
 
 
-# parameters, gradients, states, and None or a tensor: where it is nonzero, nothing moves
-MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
-
-
 class StepOptions(NamedTuple):
     """What a group says about a step: its rules, and its options of these names."""
 
     rule: Rule
     correct: Correction
-    move_rows: MoveRows  # the plain rule
+    move_rows: Any  # the plain rule; None where there are no rows
     lr: Scalar
     nonfinite: str
     scale_rule: ScaleRule
@@ -352,12 +345,18 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         return unsafe, None
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
-    index = batch.index_of(chosen)
-    state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
+    index, state = None if chosen is None else batch.index_of(chosen), batch.state
+    if index is not None:
+        state = {name: tensor[index] for name, tensor in state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
-    is_bounded = isinstance(length, Length) and length.bound is not None and not reader.is_exact
+    was_bounded, is_bounded = (
+        batch.bounded_by is task.options.rule,
+        _is_bounded(length, task, reader),
+    )
     batch.bounded_by = task.options.rule if is_bounded else None
-    if is_bounded and task.options.nonfinite != "ignore":
+    if was_bounded and reader.is_exact and not is_bounded:  # its gradients are to be looked at
+        return take_step(task)
+    if is_bounded and not reader.is_exact and task.options.nonfinite != "ignore":
         ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
@@ -426,27 +425,20 @@ def _new_point(
     lr = lr if batch.scale == 1.0 else lr / batch.scale
     if not sums.are_local or batch.learns_scale:  # all processes must decide alike; it is of W
         grad_length = math.inf
-    unscaled, norm = _unscaled(stored, task, reader)
-    X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
+    unscaled, norm = stored, None
+    if batch.learns_scale or batch.scale != 1.0:
+        unscaled, norm = _unscaled(stored, task, reader)
+    X, is_projected = unscaled, False
+    fixed: Tensors = {}
+    if task.is_due or task.is_changed or not reader.is_exact:
+        X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
-        rule = scale_rule.beside(rule, _norm_at(X, unscaled, norm, task) if is_projected else norm)
-    current = {**state, **fixed} if fixed else state
+        norm = norm_at(X, unscaled, norm, sums, batch.scale) if is_projected else norm
+        rule = scale_rule.beside(rule, norm)
+    is_first, current = batch.is_new, {**state, **fixed} if fixed else state
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
-    watched = reader.is_exact and not X.is_inference()
-    versions = (X._version, grad._version) if watched else None
-    move, scale = _without_scale(apply(lr=lr), batch.scale)
-    if watched and versions != (X._version, grad._version):
-        refuse_write(rule)
-    is_first = batch.is_new
-    if is_first:
-        check_move(rule, X, batch.declared, move)
-        batch.is_new, batch.is_foreign = False, is_foreign(rule)
+    move, scale, steepness = _run(apply, lr, grad_length, task, reader)
     new_X, new, length = move
-    steepness = _steepness(length, lr, grad_length, reader)
-    is_steep = reader.is_exact and _VERY_STEEP < steepness < math.inf
-    if is_steep and steepness > (most := steepest(X.dtype, batch.row_count)):
-        again = apply(lr=_shorter(length, lr, most))
-        (new_X, new, length), scale = _without_scale(again, scale)
     if fixed:
         new = {**fixed, **new}
     is_due = task.is_due and isinstance(reader, Lagged)
@@ -456,10 +448,42 @@ def _new_point(
     if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         warn_if_off(rule, new_X)
     overflowed = None
-    if nonfinite != "ignore" and _may_have_overflowed(length, reader):
+    # on an accelerator the flows of this package saturate and are not looked at
+    is_known = isinstance(length, Length) and length.limit < math.inf and not reader.is_lost
+    if nonfinite != "ignore" and not is_known:
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
-    return _scaled(new_X, scale, stored, overflowed, task), new, length, overflowed
+    if norm is not None or batch.scale != 1.0:
+        new_X = _scaled(new_X, scale, stored, overflowed, task)
+    return new_X, new, length, overflowed
+
+
+def _run(
+    apply: partial[Move], lr: Scalar, grad_length: float, task: Task, reader: Reader
+) -> tuple[Move, Scalar, float]:
+    """Return what a bound rule returns, the scale beside it, and how steep the step is.
+
+    Where numbers may be read a step that is too steep is taken again, shorter.
+    """
+    batch, (X, grad, _) = task.batch, apply.args[-3:]
+    scale: Scalar = batch.scale
+    watched = reader.is_exact and not X.is_inference()
+    versions = (X._version, grad._version) if watched else None
+    move = apply(lr=lr)
+    if watched and versions != (X._version, grad._version):
+        refuse_write(apply)
+    if batch.learns_scale:
+        scale = move[1].pop(SCALE, scale)
+    if batch.is_new:
+        check_move(apply, X, batch.declared, move)
+        batch.is_new, batch.is_foreign = False, is_foreign(apply)
+    steepness = _steepness(move[2], lr, grad_length, reader)
+    if reader.is_exact and _VERY_STEEP < steepness < math.inf:
+        most = steepest(X.dtype, batch.row_count)
+        if steepness > most:
+            move = apply(lr=_shorter(move[2], lr, most))
+            scale = move[1].pop(SCALE, scale)
+    return move, scale, steepness
 
 
 def _replaced(new: Tensors, changed: Tensors) -> Tensors:
@@ -492,29 +516,30 @@ def _unscaled(stored: Tensor, task: Task, reader: Reader) -> tuple[Tensor, Tenso
     return over_scale(stored, norm, stored.size(-1)), norm
 
 
-def _norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, task: Task) -> Tensor:
-    """Return the norm of projected points whose scale is the mean of the singular values."""
-    mean = task.batch.sums.add(inner_product(X, unscaled)) / X.size(-1)
-    return limited(norm * mean, X.size(-1), task.batch.scale)
-
-
 def _scaled(
     new_X: Tensor, scale: Scalar, stored: Tensor, overflowed: Tensor | None, task: Task
 ) -> Tensor:
     """Return what is to be stored; where the scale is learned, what overflowed as it was."""
-    if isinstance(scale, float) and scale == 1.0:
-        return new_X
     scaled = new_X * scale
     if task.batch.learns_scale and overflowed is not None:
         return torch.where(overflowed, stored, scaled)
     return scaled
 
 
-def _without_scale(move: Any, scale: Scalar) -> tuple[Any, Scalar]:
-    """Return what a rule returned without a new scale, and that, by default the one given."""
-    if isinstance(move, tuple) and len(move) == 3 and isinstance(move[1], dict):
-        scale = move[1].pop(SCALE, scale)
-    return move, scale
+def _is_bounded(length: Length | Tensor | float, task: Task, reader: Reader) -> bool:
+    """Say whether a rule bounds its step by a number that is not finite where a gradient is not.
+
+    Where numbers may be read, whether all gradients are safe by that.
+    """
+    if not isinstance(length, Length):
+        return False
+    if not reader.is_exact:
+        return length.bound is not None
+    lr = task.options.lr
+    if length.steepness is None or isinstance(lr, Tensor):
+        return False
+    most = abs(lr) / task.batch.scale * LARGEST_SAFE[task.grads[0].dtype]
+    return length.steepness <= most and length.limit <= most * most
 
 
 def _sound(
@@ -540,11 +565,13 @@ def _judge(
 ) -> tuple[Tensor | None, float, list[int], Tensor | None]:
     """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights.
 
-    Off a CPU, where the rule does not bound its steps, a mask also by weight in place of these.
+    Where the rule bounds its steps nothing is looked at; elsewhere off a CPU there is a mask by
+    weight in place of these.
     """
     batch, limit = task.batch, LARGEST_SAFE[grad.dtype]
-    is_bounded = batch.is_joint or batch.bounded_by is task.options.rule
-    if task.options.nonfinite != "skip" or (is_bounded and not reader.is_exact):
+    is_bounded = batch.bounded_by is task.options.rule
+    is_bounded |= batch.is_joint and not reader.is_exact
+    if task.options.nonfinite != "skip" or is_bounded:
         return task.ok, math.inf, [], None
     if reader.is_exact:
         length = float(torch.linalg.vector_norm(grad))
@@ -591,7 +618,7 @@ def _on_manifold(
         warn_of_sign(point[error <= 10 * tolerance], batch.determinant)
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
-        if is_due or worst > tolerance or _is_stale(state, fixed, sums):
+        if is_due or worst > tolerance or is_stale(state, fixed, sums):
             return new_point, fixed, False
         return point, {}, False
     off = ~(error <= 10 * tolerance)
@@ -622,29 +649,7 @@ def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
     return reader
 
 
-def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
-    """Say whether a momentum belongs to another point: it is off the tangent space of this one."""
-    matrices = [t for t in state.values() if t.size(-2) > 1]  # not numbers beside them
-    if not (fixed and matrices):
-        return False
-    squares = torch.stack([square_norm(t) for t in matrices])
-    size = sums.add(squares.sum(dim=0)).sqrt()
-    eps = torch.finfo(size.dtype).eps
-    changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
-    return any(bool(change.any()) for change in changes)
-
-
 # ---- after the rule ------------------------------------------------------------------------------
-
-
-def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> bool:
-    """Say whether the new point has to be looked at: a bound on the step is not finite or unknown.
-
-    On an accelerator the flows of this package saturate and are not looked at.
-    """
-    if not isinstance(length, Length):
-        return True
-    return reader.is_lost or (not length.limit < math.inf)
 
 
 def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
@@ -689,13 +694,18 @@ def _steepness(
     if not isinstance(length, Length) or length.inner is None or type(reader) is Fixed:
         return 0.0
     inner, step = length.inner, lr if length.step is None else length.step
-    if not isinstance(step, Tensor) and abs(step) * grad_length <= _STEEP:  # |X'G| <= |G|
+    bound = length.steepness
+    if bound is None and not isinstance(step, Tensor):
+        bound = abs(step) * grad_length  # |X'G| <= |G|
+    if bound is not None and bound <= _STEEP:
         return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
     is_sent = isinstance(reader, Lagged) and length.bound is not None and length.step is None
     hint, sizes = Hint(_STEEP), lambda: norm() * abs(step)
-    bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
+    bound = length.steepness
+    if bound is None:
+        bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
     if bound <= _STEEP:
         reader.forget("stretch")
         return 0.0

@@ -1,8 +1,8 @@
-"""The constrained parameters of a group on one device: which of them move in a step, as batches.
+"""A step of all groups: whether all is as before, which parameters move, and as which batches.
 
-A gradient is looked at before its parameter moves. A parameter whose gradient is missing or not
+All gradients are looked at before anything moves. A parameter whose gradient is missing or not
 finite keeps its value and its state. A parameter that several batches or several processes share is
-judged as a whole before anything moves.
+judged as a whole.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,42 +20,42 @@ from torch import Tensor
 
 from stiefel_opt.numerics.device import (
     address_for,
+    exact_products,
     has_values,
     index_on,
     is_cpu,
-    numbers_on,
     reader_for,
     working_dtype,
 )
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed
+from stiefel_opt.optim import checks
 from stiefel_opt.optim.blocks import (
+    StateViews,
     Weight,
     join_masters,
     joined,
+    move_rows,
     plain_rows_of,
     stacks_of,
 )
-from stiefel_opt.optim.checks import refuse_gradient, refuse_sparse
 from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
     Moved,
-    MoveRows,
     StepOptions,
     Task,
     take_step,
 )
+from stiefel_opt.optim.records import gained_by
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import (
-    ROWS,
     State,
     StateDict,
     follow_,
-    is_declared,
-    key_of,
 )
-from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.optim.torch_rules import Group, step_rows
+from stiefel_opt.tags.parameter import mark_unconstrained
 
 # A weight that each of MANY_STEPS steps in a row has turned by more than _LONG radians
 # is named in a warning, once.
@@ -65,57 +65,143 @@ _LONG: Final = math.pi / 4
 _CORRECTION_PERIOD: Final = 8
 _LAST_COUNT: Final = 2.0**24  # float32 counts no further
 
-# Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
-TALLIES: Final = ("skipped", "unreported")
-
+_ROWS = operator.attrgetter("rows")
+_GRAD = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
+_TAG, _NONE = itertools.repeat("manifold"), itertools.repeat(None)
 _KIND = operator.attrgetter("shape", "dtype", "layout")
 
 
-class StateViews:
-    """The state that a user sees: views on the state of a stack, watched for replacement."""
+def step_all(optimizer: Any) -> None:
+    """Look at the gradients of every group, then move every group."""
+    if len(optimizer._indices) != len(optimizer.param_groups):
+        optimizer._count_groups()
+    groups, plain = optimizer.param_groups, []
+    for place, group in enumerate(groups):
+        plain.append(_prepare(optimizer, place, group))
+    for group, parameters in zip(groups, plain, strict=True):
+        if parameters:
+            optimizer._move_plain(group, parameters)
+    move_constrained(optimizer, [group["lr"] for group in groups])
 
-    def __init__(
-        self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
-    ) -> None:
-        self._parameters = [weight.parameter for weight in weights]
-        self._states = [weight.state for weight in weights]
-        self._slots = [
-            (weight.state, key)
-            for weight in weights
-            for key in weight.state
-            if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
-        ]
-        views = [state[key] for state, key in self._slots]
-        self._ids = list(map(id, views))  # of tensors that are alive: else all is forgotten
-        self._is_shared = any(weight.shards is not None for weight in weights)
-        self._address = address_for(views)
-        self._memory = self._addresses(views)
-        method = weakref.WeakMethod(forget)
 
-        def gone(_: Any) -> None:
-            if (release := method()) is not None:
-                release()
+def index_for(optimizer: Any, place: int, group: Group) -> GroupIndex:
+    """Return what is known of a group, made anew where something is not as before.
 
-        self._views: list[Any] = [weakref.ref(view, gone) for view in views]
+    Parameters that have a gradient for the first time are stacked with the others.
+    """
+    index: GroupIndex | None = optimizer._indices[place]
+    if index is None or not index.describes(optimizer, group):
+        index = optimizer._renew(place, group)
+    if index.waiting:
+        params = group["params"]
+        if late := [i for i in index.waiting if params[i].grad is not None]:
+            optimizer._admit(index, group, late)
+    return index
 
-    def are_intact(self, states: Any) -> bool:
-        """Say whether ``states`` still holds these tensors, with their memory."""
-        if not all(map(operator.is_, map(states.get, self._parameters), self._states)):
+
+def _prepare(optimizer: Any, place: int, group: Group) -> list[Tensor]:
+    """Look at the gradients of a group before anything changes; return the plain parameters."""
+    if type(lr := group["lr"]) is not float or not abs(lr) <= checks.LARGEST_LR:
+        checks.usable_lr(lr)
+    index = index_for(optimizer, place, group)
+    for weights in index.weight_groups:
+        grads = list(map(_GRAD, weights.parameters))
+        if not weights.check_gradients(grads, optimizer.param_groups):
+            optimizer._renew(place, group)
+            return _prepare(optimizer, place, group)
+        changed = weights.set_gradients(grads, group["nonfinite"])
+        if changed or weights.unsafe or weights.overflowed:
+            optimizer._refuse(group, weights, changed)
+    return index.plain_with_gradient(optimizer, group) if index.plain else []
+
+
+def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
+    """Move the constrained parameters of every group; last, warn or raise for missed steps."""
+    missed: dict[bool, list[Tensor]] = {False: [], True: []}
+    for group, index, lr in zip(optimizer.param_groups, optimizer._indices, lrs, strict=True):
+        if index is None:
+            continue
+        if index.options.lr is not lr:
+            index.options = index.options._replace(lr=checks.usable_lr(lr))
+        options = index.options
+        if any(map(_ROWS, index.weight_groups)):  # not kept: it may hold the optimizer
+            rule_of_rows = partial(step_rows, optimizer._step_plain, group)
+            options = options._replace(move_rows=rule_of_rows)
+        for weights, capture in zip(index.weight_groups, index.captures, strict=True):
+            with exact_products(weights.steps):
+                turning = (capture or weights).step(options)
+            if weights.unsafe or weights.overflowed:
+                places = [*weights.unsafe, *weights.overflowed]
+                missed[options.nonfinite == "raise"] += map(weights.parameters.__getitem__, places)
+            if turning:
+                checks.warn_of_long_steps(turning, optimizer.param_groups, MANY_STEPS)
+    if missed[False]:
+        checks.warn_of_skipped(missed[False], optimizer.param_groups)
+    if missed[True]:
+        checks.refuse_overflow(missed[True][0], optimizer.param_groups)
+
+
+class GroupIndex:
+    """Which parameters of a group are plain, and which are constrained and have state.
+
+    ``plain`` and ``waiting`` hold places in the group. A constrained parameter is waiting until it
+    has a first gradient.
+    """
+
+    def __init__(self, optimizer: Any, group: Group) -> None:
+        self._params = list(group["params"])
+        self._tags = list(map(getattr, self._params, _TAG, _NONE))
+        self.weight_groups: list[WeightGroup] = []
+        self.captures: list[Any] = []
+        self._stiefel = group["stiefel"]
+        mark_unconstrained(self._params, self._stiefel is False)
+        self._bind(optimizer, group)
+        self.readings = [checks.reading(parameter, group) for parameter in self._params]
+        checks.check_shapes(self._params, self.readings, optimizer.param_groups)
+        checks.check_learned_scale(group, optimizer)
+        self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
+        self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
+
+    def _bind(self, optimizer: Any, group: Group) -> None:
+        optimizer.check_options(group)
+        names = [name for name in optimizer.defaults if name != "lr"]
+        self._options_of = operator.itemgetter(*names)
+        self._options = self._options_of(group)
+        self.declared = optimizer.declared_for(group)
+        rules = optimizer.rule_for(group), optimizer.correction_for(group)
+        scale_rule, nonfinite = optimizer.scale_rule_for(group), group["nonfinite"]
+        self.options = StepOptions(*rules, None, 0.0, nonfinite, scale_rule)
+        optimizer._allow_captures(self, group)
+
+    def describes(self, optimizer: Any, group: Group) -> bool:
+        """Say whether parameters, tags and state are as they were; bind options that are new."""
+        if self._options_of(group) != self._options:
+            declared = self.declared
+            self._bind(optimizer, group)
+            if declared != self.declared:
+                return False
+        params = group["params"]
+        if (
+            len(params) != len(self._params)
+            or not all(map(operator.is_, params, self._params))
+            or not all(map(operator.is_, map(getattr, params, _TAG, _NONE), self._tags))
+            or group["stiefel"] is not self._stiefel
+        ):
             return False
-        views: list[Any] = list(itertools.starmap(dict.get, self._slots))
-        return list(map(id, views)) == self._ids and self._addresses(views) == self._memory
+        states = itertools.repeat(optimizer.state)
+        return all(map(WeightGroup.is_intact, self.weight_groups, states))
 
-    def release(self) -> None:
-        """Give a copy of their state to parameters that have left the stack."""
-        for (state, key), view in zip(self._slots, self._views, strict=True):
-            is_ours = not key.startswith(ROWS) and key in state  # rows have no views
-            if is_ours and state[key] is view():
-                state[key] = state[key].clone()
-
-    def _addresses(self, views: list[Tensor]) -> list[int]:
-        tensors = [local_part(view) for view in views] if self._is_shared else views
-        return list(map(self._address, tensors))
+    def plain_with_gradient(self, optimizer: Any, group: Group) -> list[Tensor]:
+        """Return the plain parameters that move; raise for gradients that cannot be used."""
+        params = group["params"]
+        plain = [params[place] for place in self.plain if params[place].grad is not None]
+        for parameter in plain:
+            if parameter.grad.is_sparse and not optimizer._sparse_allowed:
+                checks.refuse_sparse(parameter, optimizer.param_groups)
+            if parameter.grad.shape != parameter.shape:
+                checks.refuse_gradient(parameter, optimizer.param_groups)
+        return plain
 
 
 class WeightGroup:
@@ -129,13 +215,14 @@ class WeightGroup:
     ) -> None:
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
+        self._states = [weight.state for weight in weights]
         self._address = address_for(self.parameters)
         counters = [(weight.state, "step") for weight in weights]
         counters += [(tally, "skipped") for tally in tallies]
         self._counts = joined(counters).view(2, -1)
         self.steps, self.skipped = self._counts
         self.reads = is_cpu(self.steps)
-        self._everywhere = list(range(len(weights)))
+        self._everywhere, self._all = list(range(len(weights))), set(range(len(weights)))
         self._unreported = joined([(tally, "unreported") for tally in tallies])
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
@@ -143,7 +230,7 @@ class WeightGroup:
         values = [weight.moving() for weight in weights]
         stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
-        self._rows = plain_rows_of(weights, values)
+        self.rows = plain_rows_of(weights, values)
         # what moves, if it is the parameters; masters and shards are looked up in every step
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
@@ -167,7 +254,7 @@ class WeightGroup:
     def _find_joint(self) -> list[int]:
         """Return the places of weights that no single batch can judge, and of their neighbours."""
         batches = Counter(place for batch in self.batches for place in batch.places)
-        joint = {weight.place for weight, _ in self._rows}
+        joint = {weight.place for weight, _ in self.rows}
         for weight in self.weights:
             if batches[weight.place] != 1 or weight.shards is not None:
                 joint.add(weight.place)
@@ -182,7 +269,7 @@ class WeightGroup:
         for batch in self.batches:
             state = batch.state
             changed += [state.flat] if isinstance(state, Packed) else list(state.values())
-        for _, states in self._rows:
+        for _, states in self.rows:
             changed += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return changed
 
@@ -193,9 +280,15 @@ class WeightGroup:
         self.masters = []
         self._is_forgotten = True
 
-    def is_intact(self, states: object) -> bool:
+    def is_intact(self, states: Any) -> bool:
         """Say whether this was built of these parameters and of the tensors in ``states``."""
-        if self._is_forgotten or not self.views.are_intact(states):
+        slots: list[Any] = list(itertools.starmap(dict.get, self.views.slots))
+        if (
+            self._is_forgotten
+            or not all(map(operator.is_, map(states.get, self.parameters), self._states))
+            or list(map(id, slots)) != self.views.ids
+            or list(map(self.views.address, slots)) != self.views.memory
+        ):
             return False
         self._now = self._look()
         return self._now[1] == self._seen[1] or all(
@@ -230,9 +323,9 @@ class WeightGroup:
             if grad is None or _KIND(grad) == weight.kind:
                 continue
             if grad.layout is not torch.strided:
-                refuse_sparse(weight.parameter, groups)
+                checks.refuse_sparse(weight.parameter, groups)
             if weight.is_same() or grad.shape != weight.parameter.shape:
-                refuse_gradient(weight.parameter, groups)
+                checks.refuse_gradient(weight.parameter, groups)
             return False
         return True
 
@@ -243,17 +336,16 @@ class WeightGroup:
 
         Returns: The parameters written to from outside; writes of a compiled graph are ignored.
         """
-        self._grads = grads
+        self._grads, self._staying, self._changed = grads, set(), set()
+        self.unsafe, self.overflowed, self._ok = [], [], None
+        self.is_traced = in_graph
         if self.is_shared:
             self._grads = [
                 grad if grad is None or weight.shards is None else weight.shards.local(grad)
                 for weight, grad in zip(self.weights, grads, strict=True)
             ]
-        self._staying = set()
-        if not all(map(operator.is_not, grads, itertools.repeat(None))):
+        if not all(map(operator.is_not, grads, _NONE)):
             self._staying = {place for place, grad in enumerate(grads) if grad is None}
-        self.unsafe, self.overflowed, self._ok = [], [], None
-        self._changed, self.is_traced = set(), in_graph
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
@@ -262,14 +354,18 @@ class WeightGroup:
                 if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
         self.is_judged = self.reads or self.is_shared or nonfinite != "skip"
-        if self.is_judged and (nonfinite != "ignore" or self.is_shared):
+        is_ours = nonfinite == "raise" or bool(nonfinite == "skip" and self._joint)
+        if self.is_judged and (is_ours or self.is_shared):  # else each batch judges its own
             self._judge(nonfinite)
+        if not self._changed:
+            return []
         return [self.parameters[place] for place in sorted(self._changed - self._staying)]
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        local = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
-        return self._versions(), list(map(self._address, local))
+        if not self.is_shared:
+            return list(map(_VERSION, self.parameters)), list(map(self._address, self.parameters))
+        return self._versions(), list(map(self._address, map(local_part, self.parameters)))
 
     def _versions(self) -> list[int]:
         """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
@@ -356,8 +452,9 @@ class WeightGroup:
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
-            if self._rows and self.is_due is None:
-                _move_rows(self, values, options.move_rows)
+            if self.rows and self.is_due is None:
+                own = [pair for pair in self.rows if pair[0].place not in self._staying]
+                move_rows(own, self._grads, values, self._ok, self.reads, options.move_rows)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
         finally:
@@ -378,7 +475,7 @@ class WeightGroup:
         self, batch: Batch, options: StepOptions, values: list[Tensor], done: Moved
     ) -> Task | None:
         """Return the step of a batch; None if none of its weights moves."""
-        places, chosen = batch.places, None
+        places, chosen, grads = batch.places, None, self._grads
         if self._staying and not self._staying.isdisjoint(places):
             chosen = [i for i, place in enumerate(places) if place not in self._staying]
             places = [places[i] for i in chosen]
@@ -390,8 +487,8 @@ class WeightGroup:
             options,
             chosen,
             places,
-            [values[place] for place in places],
-            [self._grads[place] for place in places],  # type: ignore[misc]
+            values if places == self._everywhere else list(map(values.__getitem__, places)),
+            grads if places == self._everywhere else list(map(grads.__getitem__, places)),  # type: ignore[arg-type]
             number,
             None
             if self._ok is None or not batch.is_joint
@@ -415,12 +512,14 @@ class WeightGroup:
 
     def _finish(self, values: list[Tensor], done: Moved, is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._staying
+        moved = self._all
+        if self._staying or None not in done:
+            moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._staying
         if None not in done:  # interrupted: what matrices have in common is to be read again
             for batch in self.batches:
                 batch.lagged.part(may_wait=True)
         counts = _counted(self, moved) if self.reads else None
-        gained = None if self.reads else _gained(self, moved, done)
+        gained = None if self.reads else gained_by(self, moved, done)
         written = values if is_written else []
         try:
             self._write(written, counts)
@@ -450,8 +549,10 @@ class WeightGroup:
 
     def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
-        earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
-        staying = self._staying
+        earlier, self._seen = self._seen, (self._versions(), self._now[1])
+        if moved is self._all and not (self._changed and gained is not None):
+            return
+        self._seen, staying = (self._seen[0], list(self._seen[1])), self._staying
         if len(moved) < len(self.weights):
             staying = staying | set(range(len(self.weights))).difference(moved)
         # the look has waited already
@@ -503,56 +604,9 @@ def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
     return counts
 
 
-def _gained(weights: WeightGroup, moved: set[int], done: Moved) -> Tensor:
-    """Return which steps were taken, and which were skipped, ``(2, weights)``; nobody waits."""
-    verdicts = [(places, ok) for places, ok in done.values() if ok is not None]
-    if weights._ok is not None:
-        places = [place for place in weights._joint if place in moved]
-        verdicts.append((places, weights._of(weights._ok, places)))
-    kinds = numbers_on(weights.steps, 0.0, 1.0).unsqueeze(-1)
-    if len(verdicts) == 1 and verdicts[0][0] == weights._everywhere:
-        return verdicts[0][1] != kinds
-    present = torch.zeros_like(weights.steps)
-    present.index_fill_(0, weights._at(sorted(moved)), 1.0)
-    if not verdicts:
-        return present * (1 - kinds)
-    index = weights._at(list(itertools.chain(*(places for places, _ in verdicts))))
-    taken = present.index_copy(0, index, torch.cat([ok for _, ok in verdicts]).to(present))
-    return (taken != kinds) & (present != 0)
-
-
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
     return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
-
-
-def _move_rows(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:
-    """Move the plain rows of parameters that are constrained in part, by the plain rule."""
-    moving = [pair for pair in weights._rows if pair[0].place not in weights._staying]
-    parameters: list[Tensor] = []
-    grads: list[Tensor] = []
-    states: list[StateDict] = []
-    for weight, own in moving:
-        grad: Tensor = weights._grads[weight.place]  # type: ignore[assignment]
-        split, value = weight.local_manifold.plain_parts, values[weight.place]
-        parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-        if not weights.reads:  # a kernel takes one verdict for all that it moves
-            found_inf = grad.new_zeros((), dtype=torch.float32)
-            if weights._ok is not None:
-                found_inf = (~weights._ok[weight.place]).float()
-            move_rows(list(split(value)), parts, own, found_inf)
-        parameters += split(value)
-        grads += parts
-        states += own
-    if parameters and weights.reads:
-        move_rows(parameters, grads, states, None)
-    for weight, own in moving:
-        for index, state in enumerate(own):
-            for word, tensor in state.items():
-                key = key_of(ROWS + word, index)
-                is_replaced = weight.shards is None or not isinstance(tensor, Tensor)
-                if key not in weight.state or is_replaced:
-                    weight.state[key] = weight.shown_rows(tensor, index)
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import fail, users_level
-from stiefel_opt.functional.flows import Length
+from stiefel_opt.functional.flows import Length, Tensors
 from stiefel_opt.numerics.geometry import FAR, gram_error, orientation
+from stiefel_opt.numerics.linalg import Sums, square_norm
 from stiefel_opt.optim.state import State
 
 
@@ -41,6 +42,18 @@ def is_foreign(rule: Any) -> bool:
     """Say whether a rule is not of this package: its points are looked at in every step."""
     module = str(getattr(_unbound(rule), "__module__", ""))
     return module.partition(".")[0] != __name__.partition(".")[0]
+
+
+def is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
+    """Say whether a momentum belongs to another point: it is off the tangent space of this one."""
+    matrices = [t for t in state.values() if t.size(-2) > 1]  # not numbers beside them
+    if not (fixed and matrices):
+        return False
+    squares = torch.stack([square_norm(t) for t in matrices])
+    size = sums.add(squares.sum(dim=0)).sqrt()
+    eps = torch.finfo(size.dtype).eps
+    changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
+    return any(bool(change.any()) for change in changes)
 
 
 def check_move(rule: Any, X: Tensor, declared: Mapping[str, State], move: Any) -> None:

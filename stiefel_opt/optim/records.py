@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import has_values
+from stiefel_opt.numerics.device import has_values, numbers_on
 from stiefel_opt.numerics.distributed import gathered
-from stiefel_opt.optim.group import TALLIES
+from stiefel_opt.optim.commit import Moved
 from stiefel_opt.optim.state import State, StateDict, restart
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import recalled
+
+# Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
+TALLIES: Final = ("skipped", "unreported")
 
 
 class Records:
@@ -94,3 +98,27 @@ def largest_of(states: Mapping[Tensor, StateDict], name: str) -> dict[Tensor, fl
         if values:
             largest[parameter] = max(float(value.max()) for value in values)
     return largest
+
+
+def gained_by(weights: Any, moved: set[int], done: Moved) -> Tensor:
+    """Return which steps were taken, and which skipped, ``(2, weights)``, while nobody waits.
+
+    Args:
+        weights: The group that takes the step.
+        moved: The places of those that have moved, or may have.
+        done: What a step says of each batch.
+    """
+    verdicts = [(places, ok) for places, ok in done.values() if ok is not None]
+    if weights._ok is not None:
+        places = [place for place in weights._joint if place in moved]
+        verdicts.append((places, weights._of(weights._ok, places)))
+    kinds = numbers_on(weights.steps, 0.0, 1.0).unsqueeze(-1)
+    if len(verdicts) == 1 and verdicts[0][0] == weights._everywhere:
+        return verdicts[0][1] != kinds
+    present = torch.zeros_like(weights.steps)
+    present.index_fill_(0, weights._at(sorted(moved)), 1.0)
+    if not verdicts:
+        return present * (1 - kinds)
+    index = weights._at(list(itertools.chain(*(places for places, _ in verdicts))))
+    taken = present.index_copy(0, index, torch.cat([ok for _, ok in verdicts]).to(present))
+    return (taken != kinds) & (present != 0)

@@ -716,6 +716,21 @@ def test_options_that_change_between_runs_act_as_in_one_process(case: str, back:
             torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=way)
 
 
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+@pytest.mark.parametrize("ways", [("projected", "isometric"), ("isometric", "projected")])
+def test_a_transport_that_changes_leaves_the_velocity(rule: Any, ways: tuple[str, str]) -> None:
+    waits, moves = (so.ManifoldParameter(torch.eye(9, 4, dtype=torch.float64)) for _ in range(2))
+    opt = rule([waits, moves], lr=0.01, transport=ways[0])
+    for step in range(3):
+        waits.grad = moves.grad = torch.arange(36.0).view(9, 4).double().sin() + step
+        opt.step()
+    before = opt.velocity(waits)
+    opt.param_groups[0]["transport"] = ways[1]
+    waits.grad = None
+    opt.step()
+    torch.testing.assert_close(opt.velocity(waits), before)
+
+
 def test_a_reading_that_changes_before_a_save_takes_its_state_along() -> None:
     """No file has the state of one reading beside another one."""
     layer = so.constrain(nn.Linear(4, 4, bias=False))
