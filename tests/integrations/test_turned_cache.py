@@ -17,8 +17,8 @@ from stiefel_opt.rotations.turned_cache import (
     FITS,
     Codes,
     TurnedLayer,
-    _whole,
     levels_of,
+    matrix_of,
     rounded_rows,
 )
 
@@ -194,7 +194,7 @@ def test_entries_are_off_by_half_a_step_and_bytes_are_as_said(bits: int, dtype: 
 @pytest.mark.parametrize("size", [4, 8, 12, 20, 64])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_stand_for_integers_in_a_scaled_hadamard_basis(bits: int, size: int) -> None:
-    layer, matrix = TurnedLayer(bits, 0), _whole(size, torch.device("cpu"))
+    layer, matrix = TurnedLayer(bits, 0), matrix_of(size, torch.device("cpu"))
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size))
     torch.testing.assert_close(matrix.abs(), torch.full((size, size), size**-0.5))
     keys = torch.randn(2, 3, 30, size)
