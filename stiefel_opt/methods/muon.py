@@ -48,7 +48,7 @@ from stiefel_opt.methods.plain_muon import MuonLike
 from stiefel_opt.numerics import (
     BLOCKED,
     LOCAL_SUMS,
-    Fixed,
+    BlindReader,
     Reader,
     Sums,
     add_product,
@@ -239,7 +239,7 @@ def muon(
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
     reader = reader or reader_for(X)
-    reads, is_blind = reader.is_exact, type(reader) is Fixed
+    reads, is_blind = reader.is_exact, type(reader) is BlindReader
     if is_blind:  # D grows with what an unseen write to X has left
         (own,) = sums((X, X))
         X = add_product(X, X, _correction_of(own))

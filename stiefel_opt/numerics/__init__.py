@@ -1,7 +1,7 @@
 """Numbers and products: devices, linear algebra of tall batches, geometry of the manifold."""
 
 from stiefel_opt.numerics.device import NO_HINT as NO_HINT
-from stiefel_opt.numerics.device import Fixed as Fixed
+from stiefel_opt.numerics.device import BlindReader as BlindReader
 from stiefel_opt.numerics.device import Hint as Hint
 from stiefel_opt.numerics.device import Numbers as Numbers
 from stiefel_opt.numerics.device import Reader as Reader

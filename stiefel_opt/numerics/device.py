@@ -1,8 +1,9 @@
 """Machines: the only file that asks where a tensor lives, whether code is traced, what may be read.
 
-A step may choose its work by a number, if that can be read. :class:`Now` reads it (a CPU, where
-reading is free). :class:`Lagged` knows the number of the step before, which the device has copied
-while nobody waited. :class:`Fixed` knows nothing: a captured graph would freeze what it read.
+A step may choose its work by a number, if that can be read. :class:`HostReader` reads it, on a CPU,
+where reading is free. :class:`LaggedReader` knows the number of the step before, which the device
+has copied while nobody waited. :class:`BlindReader` knows nothing: a captured graph would freeze
+what it read.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ class Reader(ABC):
         """Keep what all entries are after this step: :meth:`same` need not look."""
 
 
-class Now(Reader):
+class HostReader(Reader):
     """Reads the numbers of this step: on a CPU."""
 
     is_exact = True
@@ -295,7 +296,7 @@ class Now(Reader):
         return float(least) if least == most else None
 
 
-class Fixed(Reader):
+class BlindReader(Reader):
     """Reads nothing, so that rounding is removed in every step."""
 
     @override
@@ -348,7 +349,7 @@ class _Ring:
             self.is_lost = True
 
 
-class Lagged(Reader):
+class LaggedReader(Reader):
     """Knows the numbers of the step before: the device copies them to the host in its own time.
 
     What is returned are the last numbers whose copy has arrived; a margin is left to the caller.
@@ -371,7 +372,7 @@ class Lagged(Reader):
                 self.part()
                 ring.is_lost = False
         if name not in self._kept and self._may_wait:
-            number = Now.same(_NOW, name, numbers)
+            number = HostReader.same(_HOST, name, numbers)
             if number is None:
                 self.part()
             else:
@@ -417,14 +418,14 @@ class Lagged(Reader):
         return found[0] if found else math.inf
 
 
-class Planned(Lagged):
-    """Answers for a step that is captured: bounds on those of a :class:`Lagged`.
+class PlannedReader(LaggedReader):
+    """Answers for a step that is captured: bounds on those of a :class:`LaggedReader`.
 
     The captured step may be repeated for as long as they :meth:`still_hold`. Its learning rate is a
     tensor, which the host may know: what grows with it is kept for a learning rate of 1.
     """
 
-    def __init__(self, lagged: Lagged, lr: float | None) -> None:
+    def __init__(self, lagged: LaggedReader, lr: float | None) -> None:
         super().__init__()
         self._lagged, self._lr = lagged, lr
         # eager steps keep numbers of the same name in another unit
@@ -482,23 +483,23 @@ class Planned(Lagged):
         return number * self._lr**hint.power if self._lr else number
 
 
-_FIXED: Final = Fixed()
-_NOW: Final = Now()
+_BLIND: Final = BlindReader()
+_HOST: Final = HostReader()
 
 
-def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
+def reader_for(tensor: Tensor, lagged: LaggedReader | None = None) -> Reader:
     """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
-    if isinstance(lagged, Planned):
+    if isinstance(lagged, PlannedReader):
         return lagged
     if is_compiling() or not has_values(tensor):
-        return _FIXED
+        return _BLIND
     if is_cpu(tensor):
-        return Now()
+        return HostReader()
     if lagged is None or torch.are_deterministic_algorithms_enabled():
-        return _FIXED
+        return _BLIND
     if tensor.is_cuda:
-        return _FIXED if torch.cuda.is_current_stream_capturing() else lagged
-    return lagged if tensor.is_cpu else _FIXED  # without pinned memory a copy would wait
+        return _BLIND if torch.cuda.is_current_stream_capturing() else lagged
+    return lagged if tensor.is_cpu else _BLIND  # without pinned memory a copy would wait
 
 
 # ---- captured steps ------------------------------------------------------------------------------

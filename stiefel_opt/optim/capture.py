@@ -20,7 +20,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, users_level
-from stiefel_opt.numerics.device import Lagged, Planned, Recorder, reader_for, recorder_for
+from stiefel_opt.numerics.device import (
+    LaggedReader,
+    PlannedReader,
+    Recorder,
+    reader_for,
+    recorder_for,
+)
 from stiefel_opt.optim.blocks import move_rows
 from stiefel_opt.optim.commit import LastStep, StepOptions
 from stiefel_opt.optim.group import _CORRECTION_PERIOD, WeightGroup
@@ -43,7 +49,7 @@ class _Plan:
     """A step that can be repeated where its key is the same, and its readers would answer alike."""
 
     key: Any
-    readers: list[Planned]
+    readers: list[PlannedReader]
     replay: Callable[[], None] | None = None  # None: it has run once
     last: tuple[LastStep | None, ...] = ()
 
@@ -196,12 +202,12 @@ class Capture:
                 self._grads[place].fill_(math.nan)
         return self._recorder.number
 
-    def _readers(self, host_lr: float | None) -> list[Planned]:
+    def _readers(self, host_lr: float | None) -> list[PlannedReader]:
         """Return a reader for each batch; none where nothing is ever read."""
         batches = self._weights.batches
         if any(reader_for(self._weights.steps, b.lagged) is not b.lagged for b in batches):
             return []
-        return [Planned(batch.lagged, host_lr) for batch in batches]
+        return [PlannedReader(batch.lagged, host_lr) for batch in batches]
 
     def _begin(self, made: _Plan, options: StepOptions, is_captured: bool) -> None:
         """Run a step that is new as it is, or capture it and run that."""
@@ -238,7 +244,7 @@ def _step_for_all(
     weights: WeightGroup,
     grads: Sequence[Tensor],
     is_due: bool,
-    readers: Sequence[Lagged],
+    readers: Sequence[LaggedReader],
     options: StepOptions,
 ) -> None:
     """Take a step of all weights with these gradients."""

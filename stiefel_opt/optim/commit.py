@@ -29,10 +29,10 @@ from stiefel_opt.functional.learned_scale import (
     with_learned_scale,
 )
 from stiefel_opt.numerics.device import (
-    Fixed,
+    BlindReader,
     Hint,
-    Lagged,
-    Now,
+    HostReader,
+    LaggedReader,
     Reader,
     has_values,
     index_on,
@@ -172,7 +172,7 @@ class Batch:
         self.learns_scale = self.blocks[0].reading.learn_scale
         self.determinant = self.blocks[0].reading.determinant
         # readers of numbers, on a CPU and elsewhere
-        self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
+        self.now, self.lagged = HostReader() if stack.on_cpu else None, LaggedReader()
         self.is_new = True  # nobody has looked at what the rule returns
         self.is_joint = False  # its group judges the gradients
         self.bounded_by: Any = None  # the rule whose steps judge the gradients
@@ -441,7 +441,7 @@ def _new_point(
     new_X, new, length = move
     if fixed:
         new = {**fixed, **new}
-    is_due = task.is_due and isinstance(reader, Lagged)
+    is_due = task.is_due and isinstance(reader, LaggedReader)
     for _ in range(max(_corrections_after(length, steepness, reader), is_due)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new = _replaced(new, corrected_state)
@@ -604,7 +604,7 @@ def _on_manifold(
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and reader.is_exact  # else it is removed behind the step
     # If the step before was steep, which nobody knew in time, its rounding is still there.
-    is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.steepness < math.inf
+    is_due |= isinstance(reader, LaggedReader) and _VERY_STEEP < reader.steepness < math.inf
     looks = is_due and reader.is_exact
     if not (looks or (task.is_changed and has_values(point))):
         return (*(correct(point, state, sums) if is_due else (point, {})), False)
@@ -640,8 +640,8 @@ def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
     unless that one was steep.
     """
     most = steepest(dtype, rows)
-    if not isinstance(reader, Lagged):
-        reader = Fixed()
+    if not isinstance(reader, LaggedReader):
+        reader = BlindReader()
         reader.steepest = 0.1 * most  # rounding is removed once
         return reader
     known = reader.steepness = reader.known("norm", Hint(_STEEP))
@@ -662,7 +662,7 @@ def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
 
 def _corrections_after(length: Length | Tensor | float, steepness: float, reader: Reader) -> int:
     """Return how often rounding is to be removed after a step, as far as that can be known."""
-    if type(reader) is Fixed:  # the length of no step is ever known
+    if type(reader) is BlindReader:  # the length of no step is ever known
         return 1
     if isinstance(length, Tensor):
         largest = length
@@ -691,7 +691,7 @@ def _steepness(
     multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit eight
     steps cost two digits at the most; beyond the second an error may grow to 1.
     """
-    if not isinstance(length, Length) or length.inner is None or type(reader) is Fixed:
+    if not isinstance(length, Length) or length.inner is None or type(reader) is BlindReader:
         return 0.0
     inner, step = length.inner, lr if length.step is None else length.step
     bound = length.steepness
@@ -701,7 +701,7 @@ def _steepness(
         return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
-    is_sent = isinstance(reader, Lagged) and length.bound is not None and length.step is None
+    is_sent = isinstance(reader, LaggedReader) and length.bound is not None and length.step is None
     hint, sizes = Hint(_STEEP), lambda: norm() * abs(step)
     bound = length.steepness
     if bound is None:

@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from stiefel_opt.errors import CONSTRAINABLE, PARAMETRIZED, users_level
 from stiefel_opt.numerics.device import (
-    Lagged,
-    Now,
+    HostReader,
+    LaggedReader,
     has_values,
     is_compiling,
     is_in_dynamo,
@@ -240,7 +240,7 @@ class _Watched(dict[str, Any]):
             return False
         reading = self.records[name]
         with no_autocast(value):
-            reader = Now() if waits else reader_for(value, schedule.lagged)
+            reader = HostReader() if waits else reader_for(value, schedule.lagged)
             error = reader.number("error", lambda: largest_error(widened(value.detach()), reading))
         if error == math.inf or not is_far(error, value.detach()):  # inf: not known yet
             return False
@@ -359,7 +359,7 @@ class _CheckSchedule:
     next_version: int = 1
     writes: int = 1  # between two checks: more where the value stayed on the manifold
     is_over: bool = False
-    lagged: Lagged = dataclasses.field(default_factory=Lagged)
+    lagged: LaggedReader = dataclasses.field(default_factory=LaggedReader)
     passing: Iterator[None] = dataclasses.field(default_factory=lambda: iter(()))
     passed: int = 0  # length of that
 

@@ -10,7 +10,10 @@ from test_architecture import ROOT, lines_of_code, trees
 
 # Identifiers that had another meaning elsewhere, or none to a reader, and what stands for them.
 RETIRED = {
+    "Fixed": "BlindReader",
     "HARMFUL": "LARGE_MOVE",
+    "Lagged": "LaggedReader",
+    "Now": "HostReader",
     "_Looks": "_CheckSchedule",
     "by_name": "TaggedOptimizer.names_of",
     "descend": "rgd",

@@ -33,7 +33,7 @@ from torch import Tensor
 from stiefel_opt.functional import Length, Sums
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.functional.momentum import corrected_unprojected
-from stiefel_opt.numerics.device import Fixed, Now
+from stiefel_opt.numerics.device import BlindReader, HostReader
 from stiefel_opt.numerics.geometry import (
     gram_error,
     orthonormality_tolerance,
@@ -42,7 +42,7 @@ from stiefel_opt.numerics.geometry import (
 )
 from stiefel_opt.numerics.linalg import LOCAL_SUMS, cross_gram, gram
 
-READERS = [Now, Fixed]
+READERS = [HostReader, BlindReader]
 
 
 def column(value: float, k: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.methods import muon, spectral_direction, spectral_gap
-from stiefel_opt.numerics.device import Fixed
+from stiefel_opt.numerics.device import BlindReader
 from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, random_point
 from stiefel_opt.numerics.linalg import LOCAL_SUMS
 
@@ -294,7 +294,7 @@ class Training:
 def unreadable(monkeypatch):
     """As on an accelerator: nothing may be read."""
     module = importlib.import_module("stiefel_opt.methods.muon")  # the name is the rule's, too
-    monkeypatch.setattr(module, "reader_for", lambda _: Fixed())
+    monkeypatch.setattr(module, "reader_for", lambda _: BlindReader())
 
 
 @pytest.mark.usefixtures("unreadable")
