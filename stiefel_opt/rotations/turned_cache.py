@@ -195,7 +195,7 @@ class TurnedLayer(_caches.DynamicLayer):  # type: ignore[misc, name-defined]
 
     @torch.no_grad()
     def _rounded(self, place: int, x: Tensor) -> Codes:
-        turned = (x.float() / self.scales[place].float()) @ _whole(x.size(-1), x.device)
+        turned = (x.float() / self.scales[place].float()) @ matrix_of(x.size(-1), x.device)
         return rounded_rows(turned, self.bits, x.dtype)
 
     @torch.no_grad()
@@ -260,7 +260,7 @@ def _scale(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _whole(size: int, device: torch.device) -> Tensor:
+def matrix_of(size: int, device: torch.device) -> Tensor:
     """Return the Hadamard matrix of a head, orthogonal, with a first row of equal entries."""
     whole = torch.ones(1, 1, dtype=torch.float64)
     factors = hadamard_factors(_core_size(size))
@@ -273,7 +273,7 @@ def _whole(size: int, device: torch.device) -> Tensor:
 def _core(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return what turns a head back, behind the sum and difference of its halves if it is half."""
     core = _core_size(size)
-    whole = _whole(size, device)[:core, :core].double()
+    whole = matrix_of(size, device)[:core, :core].double()
     return whole.mT.to(dtype).contiguous()
 
 

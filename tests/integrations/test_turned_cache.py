@@ -18,6 +18,7 @@ from stiefel_opt.rotations.turned_cache import (
     Codes,
     TurnedLayer,
     levels_of,
+    matrix_of,
     rounded_rows,
 )
 
@@ -188,6 +189,35 @@ def test_entries_are_off_by_half_a_step_and_bytes_are_as_said(bits: int, dtype: 
         assert bool((off <= bound[..., 0] * 1.01).all())
         used = sum(part.numel() * part.element_size() for part in codes)
         assert used == 2 * 3 * 50 * (32 * bits / 8 + 2 * dtype.itemsize)
+
+
+@pytest.mark.parametrize("size", [4, 8, 12, 20, 64])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_stand_for_integers_in_a_scaled_hadamard_basis(bits: int, size: int) -> None:
+    layer, matrix = TurnedLayer(bits, 0), matrix_of(size, torch.device("cpu"))
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size))
+    torch.testing.assert_close(matrix.abs(), torch.full((size, size), size**-0.5))
+    keys = torch.randn(2, 3, 30, size)
+    keys[..., 1] *= 20
+    layer.update(keys, keys + 0)
+    packed, middle, step = layer.codes[0]
+    out = torch.empty_like(keys)
+    layer._restore(0, layer.codes[0], out)
+    levels = torch.cat(levels_of(packed, bits), -1)
+    expected = (middle + step * levels) @ matrix.mT * layer.scales[0]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    power = keys.square().mean((0, -2))
+    torch.testing.assert_close(layer.scales[0][:, 0], power.pow(0.25), rtol=0.5, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(2, 0.65), (4, 0.93), (8, 1.0)])
+def test_fitted_grids_are_off_by_less(bits: int, share: float) -> None:
+    y, errors = torch.randn(500, 64), []
+    for fits in (0, FITS):
+        packed, middle, step = rounded_rows(y, bits, torch.float32, fits)
+        levels = torch.cat(levels_of(packed, bits), -1)
+        errors.append(float((middle + step * levels - y).square().mean()))
+    assert errors[1] <= share * errors[0]
 
 
 def test_generation_beams_and_a_prompt_in_pieces() -> None:
