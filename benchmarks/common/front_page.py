@@ -87,13 +87,13 @@ def use() -> list[tuple[str, str, str]]:
             "a training loop with Adam or SGD",
             "`so.constrain(layer, learn_scale=True)`, `so.StiefelAdam`",
             f"a perceptron, MNIST: [{ratio_of('perceptron, MNIST')} of the test loss]"
-            "(docs/choosing.md#should-i-constrain-it) of AdamW or NAdam",
+            "(docs/choosing.md#should-i-constrain-it) of the better of AdamW and NAdam",
         ),
         (
-            "a transformer (torch, timm, transformers)",
+            "a transformer to train from scratch",
             "`so.constrain_transformer(model)`, `so.StiefelAdamW`",
-            "`make demo`: [{demo} of the test error](#get-it-and-run-it) of the best "
-            "other row".format_map(of),
+            "`make demo`: [{demo} of the test error](#get-it-and-run-it) of the next "
+            "best row".format_map(of),
         ),
         (
             "`parametrizations.orthogonal` of torch",
@@ -122,7 +122,7 @@ def use() -> list[tuple[str, str, str]]:
         (
             "samples to compare (optimal transport)",
             "[`so.ot`](docs/transport.md)",
-            "45 pairs of digits: nearer to the optimum in [{share} of POT's time]"
+            "45 pairs of digits: nearer to the optimum than POT's solver in [{share} of its time]"
             "(docs/transport.md#beside-pot)".format_map(of),
         ),
         (

@@ -32,6 +32,7 @@ from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.tags.foreign import known_modules
 from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
+from stiefel_opt.tags.points import check_phase
 from stiefel_opt.tags.watch import records_of
 
 NONFINITE: Final = ("skip", "raise", "ignore")
@@ -404,6 +405,8 @@ def check_shapes(
             manifold.check(parameter.shape, "")
         except ValueError:  # its name takes time
             manifold.check(parameter.shape, name_of(parameter, groups))
+        if manifold.determinant is not None and parameter.is_complex():
+            check_phase(manifold.determinant, parameter, name_of(parameter, groups))
 
 
 def check_sharing(

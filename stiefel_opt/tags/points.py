@@ -351,7 +351,7 @@ def check_phase(determinant: int | None, tensor: Tensor, name: str) -> None:
 
 def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
     """Say of the matrices of each range which do not have the determinant of the reading."""
-    if reading.determinant is None:
+    if reading.determinant is None or tensor.is_complex():  # refused in words elsewhere
         return []
     points = reading.points(widened(tensor.detach()))
     return [orientation(each) * reading.determinant < 0 for each in points]
@@ -373,8 +373,8 @@ def warn_if_not_unique(name: str, gap: Tensor, dtype: torch.dtype | None = None)
     several = values <= _SEVERAL * torch.finfo(dtype or values.dtype).eps
     if bool(several.any()):
         warnings.warn(
-            f"the nearest point to `{name}` is not unique{counted(several)}: two singular values, "
-            "with their signs, add up to zero, as without full rank; one of the nearest is taken",
+            f"the nearest point to `{name}` is not unique{counted(several)}: it lacks full rank, or "
+            "is a multiple of a point with the other determinant; one of the nearest is taken",
             stacklevel=users_level(),
         )
 

@@ -85,6 +85,24 @@ def test_two_starts_try_both_components(sign, batched):
     assert two.nfev > one.nfev - (0 if sign == 1 else one.nfev)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_two_starts_try_both_components_of_the_only_square_matrix_among_several(seed):
+    target = so.random_point(3, 3, generator=generator(), dtype=F64)
+    start = {
+        "R": so.random_point(3, 3, generator=generator(1), dtype=F64),
+        "t": torch.zeros(3, dtype=F64),
+    }
+    start["R"][0] *= -torch.linalg.det(start["R"]) * torch.linalg.det(target)
+
+    def loss(x):
+        return (x["R"] - target).square().sum() + (x["t"] - 1).square().sum()
+
+    manifold = {"R": so.Stiefel(), "t": None}
+    result = so.minimize(loss, start, manifold, starts=2, generator=generator(seed))
+    assert result.fun < 1e-12
+    assert result.component == round(float(torch.linalg.det(target)))
+
+
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_starts_keep_to_a_determinant_that_is_asked_for(sign, batched):

@@ -271,6 +271,20 @@ def test_complex_matrices_are_refused_in_words():
             call()
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("kind", [so.StiefelSGD, so.StiefelAdam, so.ProjectedRGD])
+def test_complex_parameters_of_a_group_with_a_determinant_are_refused_in_words(kind):
+    group = {"params": [nn.Parameter(COMPLEX.clone())], "stiefel": so.Stiefel(determinant=1)}
+    with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
+        kind([group], lr=0.1)
+    layer = so.constrain(nn.Linear(3, 3), determinant=1).to(torch.complex64)
+    assert "determinant +1" in str(so.report(layer))
+    optimizer = kind(layer.parameters(), lr=0.1)
+    layer(COMPLEX[:2]).abs().sum().backward()
+    with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
+        optimizer.step()
+
+
 def test_none_stays_as_it_comes():
     weight = gaussian(3, 20, 4, 4)
     with warnings.catch_warnings():

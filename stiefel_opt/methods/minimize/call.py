@@ -43,7 +43,7 @@ def minimize(
             form, with None for unconstrained ones. Default: their tags; at least one tensor needs
             a tag.
         starts: How often. The first start is the given one; the others are uniformly distributed,
-            and alternate between both components of a real square matrix without a
+            and alternate between both components of the only real square matrix, if it has no
             ``determinant``. Unconstrained tensors start as given. Default: 1.
         batched_loss: All starts at once: ``loss`` is given tensors with a leading dimension, and
             returns ``(starts,)``. Each start has a step length of its own.

@@ -43,7 +43,7 @@ class Minimum:
         nfev: Evaluations of loss and gradient, of all starts together.
         success: Whether the best start has converged.
         message: Why it ended, and what else has happened.
-        component: Determinant of ``x``, 1 or -1, of one real square matrix; None of others.
+        component: Determinant, 1 or -1, of the only real square matrix; None of others.
     """
 
     x: Any

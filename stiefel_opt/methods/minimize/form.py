@@ -97,8 +97,8 @@ class Form:
     def starts(self, count: int, generator: torch.Generator | None) -> list[list[Tensor]]:
         """Return so many starts; those of a real square matrix alternate between components."""
         drawn: list[list[Tensor]] = []
-        first = self.readings[0]
-        is_free = self.has_components() and first is not None and first.determinant is None
+        square = self.square()
+        turnable = None if square is None else self.readings[square]
         for index in range(count):
             values = []
             for tensor, reading, shape in zip(
@@ -110,29 +110,34 @@ class Form:
                 device = None if tensor is None else tensor.device
                 options = {"generator": generator, "dtype": self.dtype, "device": device}
                 values.append(random_point(*shape, manifold=reading, **options))  # type: ignore[arg-type]
+            is_free = turnable is not None and turnable.determinant is None
             if index and is_free and self.component(values) == self.component(drawn[-1]):
-                row = values[0]
-                for dim in sorted(first.dims(row.ndim).rows, reverse=True):  # type: ignore[union-attr]
+                row = values[square]  # type: ignore[index]
+                for dim in sorted(turnable.dims(row.ndim).rows, reverse=True):  # type: ignore[union-attr]
                     row = row.select(dim, 0)
                 row.neg_()
             drawn.append(values)
         return drawn
 
-    def has_components(self) -> bool:
-        """Say whether there is one real square matrix, whose determinant has two signs."""
-        shape, reading = self.shapes[0], self.readings[0]
-        if len(self.shapes) > 1 or reading is None or self.dtype.is_complex:
-            return False
-        matrix = reading.matrices(torch.empty(shape, device="meta"))
-        is_one = reading.rows is None and matrix.shape[:-2].numel() == 1
-        return is_one and matrix.size(-2) == matrix.size(-1)
+    def square(self) -> int | None:
+        """Return the index of the only real square matrix, whose determinant has two signs."""
+        found = []
+        for index, (shape, reading) in enumerate(zip(self.shapes, self.readings, strict=True)):
+            if reading is None or self.dtype.is_complex:
+                continue
+            matrices = reading.matrices(torch.empty(shape, device="meta"))
+            if matrices.size(-2) == matrices.size(-1):
+                is_one = reading.rows is None and matrices.shape[:-2].numel() == 1
+                found.append(index if is_one else None)
+        return found[0] if len(found) == 1 else None
 
     def component(self, tensors: Sequence[Tensor]) -> int | None:
-        """Return the determinant of the one matrix, or None."""
-        reading = self.readings[0]
-        if reading is None or not self.has_components():
+        """Return the determinant of the only real square matrix, or None."""
+        square = self.square()
+        if square is None:
             return None
-        matrix = reading.matrices(tensors[0]) / reading.scale
+        reading: Any = self.readings[square]
+        matrix = reading.matrices(tensors[square]) / reading.scale
         return 1 if float(orientation(matrix).reshape(())) > 0 else -1
 
     def loss_argument(self, tensors: Sequence[Tensor]) -> Any:
