@@ -373,8 +373,8 @@ def warn_if_not_unique(name: str, gap: Tensor, dtype: torch.dtype | None = None)
     several = values <= _SEVERAL * torch.finfo(dtype or values.dtype).eps
     if bool(several.any()):
         warnings.warn(
-            f"the nearest point to `{name}` is not unique{counted(several)}: it lacks full rank, or "
-            "is a multiple of a point with the other determinant; one of the nearest is taken",
+            f"the nearest point to `{name}` is not unique{counted(several)}: it lacks full rank, "
+            "or is a multiple of a point with the other determinant; one of the nearest is taken",
             stacklevel=users_level(),
         )
 
