@@ -528,6 +528,11 @@ def tables(store: Store, output: Path) -> None:
     """Means and deviations over seeds of what the store holds."""
     records = [json.loads(path.read_text()) for path in sorted(store.folder.glob("*.json"))]
     records = [record for record in records if "network" in record]
+    for record in records:  # the machine stands once in the file
+        kept = ("date", "load_average_1_minute")
+        record["machine"] = {
+            key: record["machine"][key] for key in kept if key in record["machine"]
+        }
     runs = [record for record in records if record["seed"] != CHOOSING]
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in runs:

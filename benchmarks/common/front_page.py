@@ -74,9 +74,10 @@ def figures() -> dict[str, str]:
     return found
 
 
-def ratio_of(network: str) -> str:
+def ratio_of(network: str, arm: str = "learn_scale=True") -> str:
     """Test loss over that of the better of AdamW and NAdam, each at its best learning rate."""
-    return cell("when_to_constrain", "advice", (network,), "ratio").split(" / ")[1]
+    ratios = "when_to_constrain", "stage 2, short, falling: ratios", (network,)
+    return cell(*ratios, arm).split(" / ")[1]
 
 
 def use() -> list[tuple[str, str, str]]:
@@ -158,9 +159,13 @@ def questions() -> list[tuple[str, str, str]]:
     """The questions that decide, in order: the first yes counts."""
     known = figures()
     of = {name: ratio_of(name) for name in (
-        "ViT, all matrices", "character transformer", "tanh RNN, rows", "GRU, rows",
-        "LSTM, characters", "residual, no norm", "residual, post-norm", "perceptron, MNIST",
-        "20 tanh layers", "CNN",
+        "tanh RNN, rows", "perceptron, MNIST", "20 tanh layers", "CNN",
+    )}  # fmt: skip
+    of |= {name: ratio_of(name, "fixed 1") for name in (
+        "ViT, all matrices", "character transformer",
+    )}  # fmt: skip
+    of |= {name: ratio_of(name, "Muon") for name in (
+        "GRU, rows", "LSTM, characters", "residual, no norm", "residual, post-norm",
     )}  # fmt: skip
     return [
         (
@@ -190,12 +195,13 @@ def questions() -> list[tuple[str, str, str]]:
         ),
         (
             "6. A plain recurrent network?",
-            '`so.nn.OrthogonalRNN(n, m)`; [long memory](why.md#memory): `nonlinearity="modrelu"`',
+            '`so.constrain(rnn, "weight_hh_l0", learn_scale=True)`; [long memory](why.md#memory): '
+            "`so.nn.OrthogonalRNN`",
             of["tanh RNN, rows"],
         ),
         (
             "7. A GRU or LSTM?",
-            "no; `so.orthogonal_(weight)` at the beginning",
+            "no; torch's Muon",
             f"GRU {of['GRU, rows']}, LSTM {of['LSTM, characters']}",
         ),
         (
