@@ -63,7 +63,9 @@ def retract(
     Args:
         X: Points, orthonormal, ``(k, n, m)``.
         xi: Tangent vectors at X, same shape.
-        lr: A number or ``(k, 1, 1)``; a step is cut where a bound on its length is over 64.
+        lr: A number or ``(k, 1, 1)``; a step is cut where a bound on its length is over 64. Off a
+            CPU, where nothing waits for it, also where it is over 0.24 and over twice the length of
+            the step before: ``BlindReader()`` of ``stiefel_opt.numerics`` as ``reader`` does not.
         sums, reader: as in :func:`stiefel_opt.functional.sgd`.
 
     Note: Two products of n x m by m x m, three where a step is cut and off a CPU, and no
