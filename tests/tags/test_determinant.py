@@ -272,7 +272,7 @@ def test_complex_matrices_are_refused_in_words():
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-@pytest.mark.parametrize("kind", [so.StiefelSGD, so.StiefelAdam, so.ProjectedRGD])
+@pytest.mark.parametrize("kind", [so.StiefelSGD, so.StiefelAdam, so.StiefelAdamW])
 def test_complex_parameters_of_a_group_with_a_determinant_are_refused_in_words(kind):
     group = {"params": [nn.Parameter(COMPLEX.clone())], "stiefel": so.Stiefel(determinant=1)}
     with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
