@@ -61,7 +61,7 @@ def constrain_transformer(
     relative positions, convolutions and what is beside one over time, as in Mamba, and experts that
     hold gate and value in turn.
 
-    A block is a repeated part of the model, one of which is around an attention module, of torch
+    A block is a member of a list of modules that holds an attention module: in models of torch
     (``nn.TransformerEncoder``, ``nn.TransformerDecoder``), timm, transformers (encoders and
     decoders) and others; see :func:`constrain_attention` for how attention is recognised.
 
@@ -166,7 +166,7 @@ def _is_within(path: str, module: str) -> bool:
 
 
 def _blocks(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the repeated parts of a model, one of which is around this module.
+    """Return the paths of the blocks: of the members of the list that holds this module.
 
     That is the innermost list of modules of one class; in T5 a member of it is a list of layers of
     several classes. Without one it is the outermost list; in XLM, where attention modules are a

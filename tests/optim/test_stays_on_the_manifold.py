@@ -503,7 +503,7 @@ def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
-    """Rounding in X'X comes back times eta X'G, of which the length of a step shows nothing."""
+    """A step multiplies rounding in X'X by eta X'G, which its length does not show."""
     weight = so.ManifoldParameter(
         torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype)).Q
     )
