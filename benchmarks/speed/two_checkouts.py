@@ -1,11 +1,12 @@
 """How long a step takes in two checkouts of this package, interleaved on one machine.
 
-Each checkout has a process of its own; rounds of both alternate, so that the ratio holds when the
-speed of the machine drifts. Rows and gradients are those of `step_time.py`, and more: the queries
-and keys of fused attention weights, torch's SGD under `so.on_manifold`, and forward passes of a
-constrained layer.
+Each checkout has a process of its own. Turns of about ten milliseconds alternate, and the ratio is
+taken turn by turn, so that it holds when the speed of the machine drifts; with one thread it is of
+processor time, and other work does not count. Rows and gradients are those of `step_time.py`, and
+more: the queries and keys of fused attention weights, torch's SGD under `so.on_manifold`, and
+forward passes of a constrained layer.
 
-    python -m benchmarks.speed.two_checkouts --before ../earlier       # about five minutes
+    python -m benchmarks.speed.two_checkouts --before ../earlier       # about six minutes
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import operator
 import os
 import statistics
 import subprocess
@@ -34,7 +36,10 @@ ROWS = {  # name: parameters, leading shape, n, m
     "latency-128x2": (1, (), 128, 2),
 }
 RULES = ("StiefelSGD", "StiefelAdam", "on_manifold", "on_manifold-long")
-PASSES = 500  # forward passes of one time
+PASSES = 50  # forward passes of one time
+SETTLING = 20  # steps that are not timed
+TURN = 10  # milliseconds
+LEAST = 9  # turns of each
 FORWARD = {"forward-8x8": 8, "forward-256x256": 256}  # name: size of a layer
 GRADIENTS = ("without-gradients", "with-gradients")
 CASES = [*itertools.product(ROWS, RULES), *itertools.product(FORWARD, GRADIENTS)]
@@ -91,7 +96,7 @@ def build(row: str, rule: str) -> tuple[Any, list[Any]]:
 
 
 def work() -> None:
-    """Answer each line ``row rule seconds threads`` with milliseconds, and the error."""
+    """Answer each line ``row rule steps threads`` with milliseconds of a step; of 0, the error."""
     import torch
 
     import stiefel_opt as so
@@ -102,25 +107,23 @@ def work() -> None:
 
     known: dict[tuple[str, str], Any] = {}
     for line in sys.stdin:
-        row, rule, seconds, threads = line.split()
+        row, rule, steps, threads = line.split()
         torch.set_num_threads(int(threads))
+        clock = time.process_time if threads == "1" else time.perf_counter
         if (row, rule) not in known:
             known.clear()
             known[row, rule] = build(row, rule)
-            run, params = known[row, rule]
-            for _ in range(20):
-                run()
-                negate([p.grad for p in params])
         run, params = known[row, rule]
         times = []
-        until = time.perf_counter() + float(seconds)
-        while time.perf_counter() < until or len(times) < 5:
-            began = time.perf_counter()
+        for _ in range(int(steps)):
+            began = clock()
             run()
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
             negate([p.grad for p in params])
-        error = max(float(so.orthonormality_error(p)) for p in params[:3])
-        print(statistics.median(times) * 1e3, error, flush=True)
+        if times:
+            print(statistics.median(times) * 1e3, flush=True)
+        else:
+            print(max(float(so.orthonormality_error(p)) for p in params[:3]), flush=True)
 
 
 def main() -> None:
@@ -130,8 +133,8 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--after", type=Path, default=here)
     parser.add_argument("--rows", nargs="+", choices=(*ROWS, *FORWARD))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of one round")
+    parser.add_argument("--rules", nargs="+", choices=(*RULES, *GRADIENTS))
+    parser.add_argument("--seconds", type=float, default=6, help="of a row and rule")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -152,25 +155,30 @@ def main() -> None:
         for path in (options.before, options.after)
     ]
 
-    def ask(worker: Any, row: str, rule: str) -> list[float]:
-        worker.stdin.write(f"{row} {rule} {options.seconds} {options.threads}\n")
+    def ask(worker: Any, row: str, rule: str, steps: int) -> float:
+        worker.stdin.write(f"{row} {rule} {steps} {options.threads}\n")
         worker.stdin.flush()
-        return [float(word) for word in worker.stdout.readline().split()]
+        return float(worker.stdout.readline())
 
     cells = []
     for row, rule in CASES:
-        if options.rows and row not in options.rows:
+        if row not in (options.rows or [row]) or rule not in (options.rules or [rule]):
             continue
-        found = [[ask(worker, row, rule) for worker in workers] for _ in range(options.rounds)]
-        ratios = sorted(after[0] / before[0] for before, after in found)
-        quartiles = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
-        ratio = statistics.median(ratios)
-        before, after = (statistics.median(pair[i][0] for pair in found) for i in (0, 1))
-        errors = [side[1] for side in found[-1]]
-        print(f"{row} {rule}: {before:.3f} {after:.3f} ms, after / before {ratio:.3f}", flush=True)
-        spread = f"{ratio:.2f} ({quartiles[0]:.2f} - {quartiles[1]:.2f})"
-        far = " / ".join(f"{error:.0e}" for error in errors)
-        cells.append([row, rule, f"{before:.2f}", f"{after:.2f}", spread, far])
+        for worker in workers:
+            ask(worker, row, rule, SETTLING)
+        steps = math.ceil(TURN / max(ask(worker, row, rule, 8) for worker in workers))
+        found: list[list[float]] = [[], []]
+        until = time.perf_counter() + options.seconds
+        while time.perf_counter() < until or len(found[0]) < LEAST:
+            for i in (0, 1) if len(found[0]) % 2 else (1, 0):
+                found[i].append(ask(workers[i], row, rule, steps))
+        before, after = map(statistics.median, found)
+        low, ratio, high = statistics.quantiles(map(operator.truediv, *found[::-1]))
+        far = [ask(worker, row, rule, 0) for worker in workers]
+        spread = f"{ratio:.3f} ({low:.2f} - {high:.2f})"
+        print(f"{row} {rule}: {before:.3f} {after:.3f} ms, after / before {spread}", flush=True)
+        errors = " / ".join(f"{error:.0e}" for error in far)
+        cells.append([row, rule, f"{before:.3f}", f"{after:.3f}", spread, errors])
     header = ("row", "rule", "before, ms", "after, ms", "after / before", "errors")
     print(markdown_table(header, cells))
 

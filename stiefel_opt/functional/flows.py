@@ -22,6 +22,7 @@ from stiefel_opt.numerics.linalg import (
     Step,
     Sums,
     add_product,
+    add_skew_product_,
     add_to_diagonal_,
     are_finite,
     bounds_of,
@@ -214,7 +215,7 @@ def step_factors_of(
     if step.factor is not None:
         of_both = (of_both.view(2, count, *skew.shape[1:]) * step.factor).view_as(of_both)
         scaled_turn, scaled = of_both.unsafe_chunk(2)
-    rotation = of_turn.baddbmm_(skew, scaled_turn, alpha=step.number)
+    rotation = add_skew_product_(of_turn, skew, scaled_turn, step.number)
     return StepFactors(rotation, of_move, root, scaled, both.companion, step, length, products)
 
 
@@ -317,7 +318,7 @@ def rotation_of_square(
     """
     difference, step, length = _of_square(compute, lr, reader, judged)
     root = step.times(plus_identity(difference))
-    return difference.baddbmm_(compute(), root, alpha=step.number), length
+    return add_skew_product_(difference, compute(), root, step.number), length
 
 
 def turned_square(

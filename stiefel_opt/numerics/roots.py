@@ -18,6 +18,7 @@ from stiefel_opt.numerics.linalg import (
     FEW,
     MEDIUM,
     add_to_diagonal_,
+    is_halved,
     largest_bound,
     plus_identity,
     symmetric_product,
@@ -75,9 +76,10 @@ def roots(
     if not _SCALES[0] < scale < _SCALES[1]:
         matrix, scale, square = matrix * scale, 1.0, None
     plan = _plan(limit, matrix)
-    if plan.degree > 2 and square is None:
+    if square is None and plan.degree > (1 if is_halved(matrix) else 2):
         square = symmetric_product(matrix, matrix)
-        if reads and (plan.iterations or matrix.size(-1) > MEDIUM):  # |E|^2 <= |E^2|
+        is_long = plan.degree > 2 and (plan.iterations or matrix.size(-1) > MEDIUM)
+        if reads and is_long:  # |E|^2 <= |E^2|
             limit = min(limit, scale * largest_bound(square) ** 0.5)
             plan = _plan(limit, matrix)
     difference = _polynomial(matrix, square, plan.difference, scale / plan.limit)

@@ -520,10 +520,10 @@ def _scaled(
     new_X: Tensor, scale: Scalar, stored: Tensor, overflowed: Tensor | None, task: Task
 ) -> Tensor:
     """Return what is to be stored; where the scale is learned, what overflowed as it was."""
-    scaled = new_X * scale
-    if task.batch.learns_scale and overflowed is not None:
-        return torch.where(overflowed, stored, scaled)
-    return scaled
+    if not task.batch.learns_scale:
+        return new_X * scale
+    scaled = new_X.mul_(scale)  # in place: only rules that say so learn a scale
+    return scaled if overflowed is None else torch.where(overflowed, stored, scaled)
 
 
 def _is_bounded(length: Length | Tensor | float, task: Task, reader: Reader) -> bool:
