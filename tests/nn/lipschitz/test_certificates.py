@@ -108,8 +108,10 @@ def test_without_a_linear_head_the_whole_bound_counts():
 
 def test_a_linear_model_alone_and_one_that_is_constant():
     head = so.nn.NormalizedLinear(6, 3)
-    data = [(torch.randn(10, 6), torch.zeros(10, dtype=torch.long))]
-    assert 0 <= so.certified_accuracy(head, data, [0])[0] <= 1
+    inputs = torch.randn(10, 6)
+    right = (head(inputs).argmax(1) == 0).float().mean()
+    data = [(inputs, torch.zeros(10, dtype=torch.long))]
+    assert so.certified_accuracy(head, data, [0]) == {0: pytest.approx(float(right))}
     dead = nn.Linear(6, 3)
     nn.init.zeros_(dead.weight)
     with pytest.raises(ValueError, match="`bound` must be in"):
