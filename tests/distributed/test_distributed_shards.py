@@ -25,7 +25,7 @@ LAYOUTS = {
     "tall": ((24, 4), {}, 0, "sums"),
     "tall, uneven": ((13, 3), {}, 0, "sums"),
     "tall, some without rows": ((5, 4), {}, 0, "sums"),
-    "wide": ((4, 24), {}, 1, "sums"),
+    "wide, uneven": ((4, 23), {}, 1, "sums"),
     "square": ((6, 6), {}, 0, "sums"),
     "vector": ((9, 1), {}, 0, "sums"),
     "scaled": ((12, 3), {"scale": 2.5}, 0, "sums"),

@@ -68,9 +68,10 @@ def without(saved: Any, key: str) -> Any:
     return {name: value for name, value in saved.items() if name != key}
 
 
-def with_reading(saved: Any, **changes: Any) -> Any:
-    readings = saved["param_groups"][0]["readings"]
-    readings[0] = {**readings[0], **changes}
+def with_reading(saved: Any, of: str = "q.weight", **changes: Any) -> Any:
+    (group,) = saved["param_groups"]
+    number = group["param_names"].index(of)
+    group["readings"][number] = {**(group["readings"][number] or {}), **changes}
     return saved
 
 
@@ -151,16 +152,18 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ValueError,
         "`reading of q.weight` must be the saved one, .*transposed=True",
     ),
+    "plain now": (
+        lambda saved: with_reading(saved, of="out.weight", heads=1),
+        ValueError,
+        r"`reading of out.weight` must be the saved one, Stiefel\(\)",
+    ),
     # another class
-    **{
-        f"state of {OPTIMIZERS[name][0].__name__}": (
-            lambda _, name=name: trained(name)[1].state_dict(),
-            ValueError,
-            rf"`state_dict` must be one of StiefelSGD, got one of {OPTIMIZERS[name][0].__name__}; "
-            rf"load it into {OPTIMIZERS[name][0].__name__}, or load the weights only",
-        )
-        for name in RULES[1:]
-    },
+    "state of StiefelAdam": (
+        lambda _: trained("adam")[1].state_dict(),
+        ValueError,
+        "`state_dict` must be one of StiefelSGD, got one of StiefelAdam; load it into StiefelAdam, "
+        "or load the weights only",
+    ),
     **{
         f"state of torch.optim.{rule}": (
             lambda _, rule=rule: of_torch(rule, model(), 3)[1].state_dict(),
@@ -448,6 +451,10 @@ def test_from_torch_the_plain_state_is_kept_and_the_rest_starts_anew(name):
     assert not any(p in opt.state for p in constrained(net).values())
     assert opt.param_groups[0]["lr"] == 1e-3
     assert {key: opt.param_groups[0][key] for key in options} == options
+    own = TABLE[name].own
+    other = optimizer(name, [{"params": net.parameters(), **own}])
+    other.load_state_dict(copy.deepcopy(saved))
+    assert {key: other.param_groups[0][key] for key in own} == own
     # the plain parameters train on as with torch, the constrained ones as at a first step
     other = copy.deepcopy(net)
     others = rule(other.parameters(), lr=1e-3, **options)
