@@ -13,9 +13,9 @@ from contract import (
     TABLE,
 )
 from optimizers import ANY, OF_EACH_KIND, PROPORTIONAL
-from processes import assert_equal_on_all, run
+from processes import assert_equal_on_all, part, run
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -36,11 +36,6 @@ EVERY_OTHER = (EVERY[::2], EVERY[1::2])
 def value(shape, seed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=dtype)
-
-
-def part(tensor, mesh, placements):
-    """Our share of a tensor that every process has; nothing is sent."""
-    return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
 
 
 def frame(shape, reading, seed, dtype=torch.float64):

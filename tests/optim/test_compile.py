@@ -187,6 +187,7 @@ def test_raise_lets_nothing_in(name: str, position: int) -> None:
     before = [(p.detach().clone(), copy.deepcopy(dict(both.opt.state[p]))) for p in both.params]
     with pytest.raises(Exception, match=r"must be finite"):
         both.call()
+    assert torch.is_grad_enabled()  # which the graph had turned off
     for index, (parameter, (value, state)) in enumerate(zip(both.params, before, strict=True)):
         assert torch.equal(parameter, value), index
         for key, tensor in state.items():

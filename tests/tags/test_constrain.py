@@ -1,14 +1,14 @@
 """Constraining modules, what every torch operation keeps, groups for optimizers, and reports."""
 
 import copy
-import io
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from cases import in_turn
-from contract import warnings_of
+from contract import through_file, warnings_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -255,11 +255,7 @@ def test_an_error_in_the_second_range_leaves_the_first_untouched():
 # ---- what each operation keeps -----------------------------------------------------------------
 
 
-def through_torch(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+whole_through_file = partial(through_file, weights_only=False)
 
 
 def loaded(model, **options):
@@ -308,7 +304,7 @@ KEEPS_BOTH = {
     "copy.copy": copy.copy,
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save of the model": through_torch,
+    "torch.save of the model": whole_through_file,
     "double": lambda model: model.double(),
     "to(dtype)": lambda model: model.to(torch.float64),
     "half": lambda model: model.half().float(),
@@ -401,7 +397,7 @@ def test_operations_that_keep_the_record_only(operation):
 
 @pytest.mark.parametrize(
     ("operation", "before"),
-    in_turn(KEEPS_THE_RECORD, [forwarded, copy.deepcopy, through_torch, so.retag]),
+    in_turn(KEEPS_THE_RECORD, [forwarded, copy.deepcopy, whole_through_file, so.retag]),
 )
 def test_replacing_is_seen_after_a_forward_pass_too(operation, before):
     model = KEEPS_THE_RECORD[operation](before(forwarded(attention())))
@@ -551,11 +547,7 @@ def test_state_dict_is_that_of_the_untagged_model():
         assert type(mine) is torch.Tensor
         assert mine.shape == theirs.shape
     assert [name for name, _ in plain.named_buffers()] == [n for n, _ in tagged.named_buffers()]
-    buffer = io.BytesIO()
-    torch.save(tagged.state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    plain.load_state_dict(state)
+    plain.load_state_dict(through_file(tagged.state_dict()))
     assert readings(plain) == {}
     assert torch.equal(plain.q.weight, tagged.q.weight)
 
