@@ -334,7 +334,7 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     stored = batch.read(task.tensors, chosen)
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
-    reader.is_lost = False
+    reader.overflowed = False
     if not reader.is_exact:
         reader = _with_limit(reader, stored.dtype, batch.row_count)
     grad = batch.read(task.grads, chosen)
@@ -449,7 +449,7 @@ def _new_point(
         warn_if_off(rule, new_X)
     overflowed = None
     # on an accelerator the flows of this package saturate and are not looked at
-    is_known = isinstance(length, Length) and length.limit < math.inf and not reader.is_lost
+    is_known = isinstance(length, Length) and length.limit < math.inf and not reader.overflowed
     if nonfinite != "ignore" and not is_known:
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)

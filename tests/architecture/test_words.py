@@ -17,6 +17,7 @@ RETIRED = {
     "_Looks": "_CheckSchedule",
     "by_name": "TaggedOptimizer.names_of",
     "descend": "rgd",
+    "is_lost": "overflowed of a reader, loses_training of a move",
     "note_whole": "mark_unconstrained",
     "own_gram": "gram, and cross_gram of two",
     "takes_whole_gradient": "is_plain_in_group",
