@@ -240,9 +240,7 @@ class Reader(ABC):
     """
 
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
-    overflowed: bool = (
-        False  # a number that was read is not finite: nothing of the step may be used
-    )
+    overflowed: bool = False  # a number that was read is not finite: the step is of no use
     steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
     steepness: float = math.inf  # what is known of it
 

@@ -122,9 +122,9 @@ class Capture:
             return "a compiler has traced it"
         if weights._changed:
             return "somebody else has written to a weight"
-        if len(weights._staying) == len(weights.parameters):
+        if len(weights._skipped) == len(weights.parameters):
             return "no weight has a gradient"
-        if weights._staying and options.nonfinite == "ignore":
+        if weights._skipped and options.nonfinite == "ignore":
             return "a gradient is missing, and nonfinite='ignore'"
         if self._make.is_busy():
             return "somebody else captures it"
@@ -143,13 +143,13 @@ class Capture:
         key = self._key()
         found = next((plan for plan in self._plans if plan.serves(key, host_lr)), None)
         is_new = found is None or found.replay is None
-        if weights._staying and is_new:  # torch would count a write to every weight
+        if weights._skipped and is_new:  # torch would count a write to every weight
             self._why_eager = "a gradient is missing in a step that is not captured yet"
             return weights.step(options)
         if weights.rows:  # by torch, before a step of the others
             weights._judge(options.nonfinite)
             values = [weight.moving() for weight in weights.weights]
-            own = [pair for pair in weights.rows if pair[0].place not in weights._staying]
+            own = [pair for pair in weights.rows if pair[0].place not in weights._skipped]
             move_rows(own, weights._grads, values, weights._ok, weights.reads, options.move_rows)
         number = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
@@ -177,7 +177,7 @@ class Capture:
         is_due = any(
             batch.begun + 1 - corrected >= _CORRECTION_PERIOD
             for batch, corrected in zip(weights.batches, self._corrected, strict=True)
-            if not weights._staying.issuperset(batch.places)
+            if not weights._skipped.issuperset(batch.places)
         )
         return self._bound, is_due
 
@@ -197,8 +197,8 @@ class Capture:
         pairs = zip(self._grads, weights._grads, strict=True)
         given = [(own, grad) for own, grad in pairs if grad is not None]
         torch._foreach_copy_([own for own, _ in given], [grad for _, grad in given])
-        if weights._staying:
-            for place in weights._staying:
+        if weights._skipped:
+            for place in weights._skipped:
                 self._grads[place].fill_(math.nan)
         return self._recorder.number
 
@@ -248,7 +248,7 @@ def _step_for_all(
     options: StepOptions,
 ) -> None:
     """Take a step of all weights with these gradients."""
-    weights._grads, weights._staying = list(grads), set()
+    weights._grads, weights._skipped = list(grads), set()
     weights.is_due, weights.is_judged = is_due, options.nonfinite == "ignore"
     earlier = [batch.lagged for batch in weights.batches]
     try:
@@ -267,13 +267,13 @@ def _note_repeated(
     """Keep account of a step that a graph has taken, which leaves no trace on the host."""
     for batch, each in zip(weights.batches, last, strict=True):
         batch.last = each
-        batch.begun += not weights._staying.issuperset(batch.places)
+        batch.begun += not weights._skipped.issuperset(batch.places)
     if is_written:
-        moved = set(range(len(weights.parameters))) - weights._staying
+        moved = set(range(len(weights.parameters))) - weights._skipped
         torch.autograd.graph.increment_version([weights.parameters[place] for place in moved])
         weights._remember_what_was_written(moved)
-    if weights._staying:  # no gradient is not one that is not finite
-        weights.skipped[weights._at(sorted(weights._staying))] -= 1
+    if weights._skipped:  # no gradient is not one that is not finite
+        weights.skips[weights._at(sorted(weights._skipped))] -= 1
     weights._grads = []
 
 

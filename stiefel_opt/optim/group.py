@@ -220,7 +220,7 @@ class WeightGroup:
         counters = [(weight.state, "step") for weight in weights]
         counters += [(tally, "skipped") for tally in tallies]
         self._counts = joined(counters).view(2, -1)
-        self.steps, self.skipped = self._counts
+        self.steps, self.skips = self._counts
         self.reads = is_cpu(self.steps)
         self._everywhere, self._all = list(range(len(weights))), set(range(len(weights)))
         self._unreported = joined([(tally, "unreported") for tally in tallies])
@@ -236,9 +236,9 @@ class WeightGroup:
         self._joint = self._find_joint()
         self._is_forgotten = False
         self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
-        # the step under way: gradients, places of weights that stay, and a mask of those that move
+        # the step under way: gradients, places of skipped weights, a mask of those that move
         self._grads: list[Tensor | None] = []
-        self._staying: set[int] = set()
+        self._skipped: set[int] = set()
         self._ok: Tensor | None = None
         self.is_judged, self.is_traced = True, False
         self.is_due: bool | None = None  # whether a captured step removes rounding
@@ -336,7 +336,7 @@ class WeightGroup:
 
         Returns: The parameters written to from outside; writes of a compiled graph are ignored.
         """
-        self._grads, self._staying, self._changed = grads, set(), set()
+        self._grads, self._skipped, self._changed = grads, set(), set()
         self.unsafe, self.overflowed, self._ok = [], [], None
         self.is_traced = in_graph
         if self.is_shared:
@@ -345,7 +345,7 @@ class WeightGroup:
                 for weight, grad in zip(self.weights, grads, strict=True)
             ]
         if not all(map(operator.is_not, grads, _NONE)):
-            self._staying = {place for place, grad in enumerate(grads) if grad is None}
+            self._skipped = {place for place, grad in enumerate(grads) if grad is None}
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
@@ -359,7 +359,7 @@ class WeightGroup:
             self._judge(nonfinite)
         if not self._changed:
             return []
-        return [self.parameters[place] for place in sorted(self._changed - self._staying)]
+        return [self.parameters[place] for place in sorted(self._changed - self._skipped)]
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
@@ -382,7 +382,7 @@ class WeightGroup:
             if not self._joint:
                 return
             places = self._joint
-        present = [place for place in places if place not in self._staying]
+        present = [place for place in places if place not in self._skipped]
         ok = torch.ones(len(self.weights), dtype=torch.bool, device=self.steps.device)
         kinds: dict[torch.dtype, list[int]] = {}
         if nonfinite != "ignore":
@@ -398,11 +398,11 @@ class WeightGroup:
             self._ok = ok if nonfinite == "skip" else None
         if self.reads or nonfinite == "raise":
             self.unsafe = [place for place in present if not ok[place]] if not ok.all() else []
-            self._staying.update(self.unsafe)
+            self._skipped.update(self.unsafe)
 
     def _agreed(self, ok: Tensor) -> Tensor:
         """All-reduce (MIN) three flags over processes: safe, not written to, no overflow before."""
-        present = [place for place in range(len(self.weights)) if place not in self._staying]
+        present = [place for place in range(len(self.weights)) if place not in self._skipped]
         for shards, places in self._layouts(present):
             same = torch.tensor([place not in self._changed for place in places], device=ok.device)
             flags = torch.cat([ok[places], same, self._unreported[places] == 0])
@@ -410,7 +410,7 @@ class WeightGroup:
             self._changed.update(itertools.compress(places, (~same).tolist()))
             self.overflowed += itertools.compress(places, (~sound).tolist())
         if self.overflowed:
-            self.skipped[self.overflowed] += 1
+            self.skips[self.overflowed] += 1
             self._unreported[self.overflowed] = 0
         return ok
 
@@ -420,8 +420,8 @@ class WeightGroup:
         """Move the parameters that have a gradient, count the step; return who always turns far."""
         for batch in self.batches:
             batch.last = None
-        if len(self._staying) == len(self.weights):
-            self.skipped[self.unsafe] += 1
+        if len(self._skipped) == len(self.weights):
+            self.skips[self.unsafe] += 1
             self._grads = []
             return []
         if not self.is_judged:  # nobody reads the verdict before the step
@@ -446,14 +446,14 @@ class WeightGroup:
                     continue
                 unsafe, overflowed = take_step(task)
                 self.unsafe += unsafe
-                self._staying.update(unsafe)
+                self._skipped.update(unsafe)
                 if overflowed is not None:
                     overflows.append((task.places, overflowed))
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
             if self.rows and self.is_due is None:
-                own = [pair for pair in self.rows if pair[0].place not in self._staying]
+                own = [pair for pair in self.rows if pair[0].place not in self._skipped]
                 move_rows(own, self._grads, values, self._ok, self.reads, options.move_rows)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
@@ -476,8 +476,8 @@ class WeightGroup:
     ) -> Task | None:
         """Return the step of a batch; None if none of its weights moves."""
         places, chosen, grads = batch.places, None, self._grads
-        if self._staying and not self._staying.isdisjoint(places):
-            chosen = [i for i, place in enumerate(places) if place not in self._staying]
+        if self._skipped and not self._skipped.isdisjoint(places):
+            chosen = [i for i, place in enumerate(places) if place not in self._skipped]
             places = [places[i] for i in chosen]
             if not chosen:
                 return None
@@ -500,21 +500,21 @@ class WeightGroup:
 
     def _count(self, overflows: list[tuple[list[int], Tensor]], nonfinite: str) -> None:
         """Count overflows; those of weights that processes share are reported by the next step."""
-        counts = torch.zeros_like(self.skipped)
+        counts = torch.zeros_like(self.skips)
         for places, mask in overflows:
             lost = mask.view(len(places), -1).sum(dim=1)
             counts.index_add_(0, self._at(places), lost.to(counts))
         some = counts > 0
         self._unreported += some & ~self._local
-        self.skipped += some & self._local
+        self.skips += some & self._local
         if self.reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
 
     def _finish(self, values: list[Tensor], done: Moved, is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
         moved = self._all
-        if self._staying or None not in done:
-            moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._staying
+        if self._skipped or None not in done:
+            moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._skipped
         if None not in done:  # interrupted: what matrices have in common is to be read again
             for batch in self.batches:
                 batch.lagged.part(may_wait=True)
@@ -540,7 +540,7 @@ class WeightGroup:
                 torch._foreach_copy_([w.parameter for w in members], list(whole.unbind()))
         if self.is_shared:
             for weight, value in zip(self.weights, values, strict=False):
-                if weight.shards is not None and weight.place not in self._staying:
+                if weight.shards is not None and weight.place not in self._skipped:
                     weight.shards.write(weight.parameter, value)
         if isinstance(counts, float):
             self.steps.fill_(counts)
@@ -552,14 +552,14 @@ class WeightGroup:
         earlier, self._seen = self._seen, (self._versions(), self._now[1])
         if moved is self._all and not (self._changed and gained is not None):
             return
-        self._seen, staying = (self._seen[0], list(self._seen[1])), self._staying
+        self._seen, skipped = (self._seen[0], list(self._seen[1])), self._skipped
         if len(moved) < len(self.weights):
-            staying = staying | set(range(len(self.weights))).difference(moved)
+            skipped = skipped | set(range(len(self.weights))).difference(moved)
         # the look has waited already
         if gained is not None and self._changed and has_values(gained):
             taken = gained[0].tolist()
-            staying = staying | {place for place in self._changed if not taken[place]}
-        for place in staying:
+            skipped = skipped | {place for place in self._changed if not taken[place]}
+        for place in skipped:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
 

@@ -15,11 +15,13 @@ RETIRED = {
     "Lagged": "LaggedReader",
     "Now": "HostReader",
     "_Looks": "_CheckSchedule",
+    "_staying": "_skipped",
     "by_name": "TaggedOptimizer.names_of",
     "descend": "rgd",
     "is_lost": "overflowed of a reader, loses_training of a move",
     "note_whole": "mark_unconstrained",
     "own_gram": "gram, and cross_gram of two",
+    "staying": "skipped",
     "takes_whole_gradient": "is_plain_in_group",
     "turn_square": "rotate_square",
 }
