@@ -360,9 +360,9 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             keep_velocity(weight, index.declared, form)
             complete_state(state, index.declared, parameter, manifold, called, form.known, shards)
             together.append(weight)
-        tally_of = self.records.tally_of
+        skip_counts_of = self.records.skip_counts_of
         index.weight_groups = [
-            WeightGroup(each, [tally_of(w.parameter) for w in each], index.declared)
+            WeightGroup(each, [skip_counts_of(w.parameter) for w in each], index.declared)
             for each in weights.values()
         ]
         index.waiting = sorted(waiting)
@@ -430,7 +430,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         """Return the state as torch does, with the reading of each parameter beside it."""
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
-            self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+            self.records.reported = checks.warn_of_skip_counts(self.skipped_steps(), reported)
             for weights in self.all_constrained():  # the host has waited already
                 for batch in weights.batches:
                     batch.lagged.part(may_wait=True)

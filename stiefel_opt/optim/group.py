@@ -207,23 +207,23 @@ class GroupIndex:
 class WeightGroup:
     """The constrained parameters of a group on one device that have had a gradient.
 
-    The tensors in their state and in their tallies are replaced by views.
+    The tensors in their state and in the counts of their skipped steps are replaced by views.
     """
 
     def __init__(
-        self, weights: list[Weight], tallies: list[StateDict], declared: Sequence[State]
+        self, weights: list[Weight], skip_counts: list[StateDict], declared: Sequence[State]
     ) -> None:
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
         self._states = [weight.state for weight in weights]
         self._address = address_for(self.parameters)
         counters = [(weight.state, "step") for weight in weights]
-        counters += [(tally, "skipped") for tally in tallies]
+        counters += [(counts, "skipped") for counts in skip_counts]
         self._counts = joined(counters).view(2, -1)
         self.steps, self.skips = self._counts
         self.reads = is_cpu(self.steps)
         self._everywhere, self._all = list(range(len(weights))), set(range(len(weights)))
-        self._unreported = joined([(tally, "unreported") for tally in tallies])
+        self._pending_overflows = joined([(counts, "pending_overflows") for counts in skip_counts])
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
         self.is_shared = any(weight.shards is not None for weight in weights)
@@ -264,7 +264,7 @@ class WeightGroup:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that a step writes except parameters, without duplicates."""
-        changed = [self._counts, self._unreported]
+        changed = [self._counts, self._pending_overflows]
         changed += [whole for whole, _ in self.masters]
         for batch in self.batches:
             state = batch.state
@@ -405,13 +405,13 @@ class WeightGroup:
         present = [place for place in range(len(self.weights)) if place not in self._skipped]
         for shards, places in self._layouts(present):
             same = torch.tensor([place not in self._changed for place in places], device=ok.device)
-            flags = torch.cat([ok[places], same, self._unreported[places] == 0])
+            flags = torch.cat([ok[places], same, self._pending_overflows[places] == 0])
             ok[places], same, sound = shards.agree(flags).tensor_split(3)
             self._changed.update(itertools.compress(places, (~same).tolist()))
             self.overflowed += itertools.compress(places, (~sound).tolist())
         if self.overflowed:
             self.skips[self.overflowed] += 1
-            self._unreported[self.overflowed] = 0
+            self._pending_overflows[self.overflowed] = 0
         return ok
 
     # ---- the step ------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ class WeightGroup:
             lost = mask.view(len(places), -1).sum(dim=1)
             counts.index_add_(0, self._at(places), lost.to(counts))
         some = counts > 0
-        self._unreported += some & ~self._local
+        self._pending_overflows += some & ~self._local
         self.skips += some & self._local
         if self.reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
