@@ -42,7 +42,7 @@ _FEW_ON_CPU: Final = 2**14
 
 
 @dataclass(eq=False)
-class Weight:
+class ConstrainedParameter:
     """A constrained parameter."""
 
     parameter: Tensor
@@ -94,7 +94,7 @@ class Weight:
 class Block:
     """One constrained range of a parameter."""
 
-    weight: Weight
+    weight: ConstrainedParameter
     index: int  # of the range
     reading: Stiefel  # of the range by itself
     wide: bool  # whether the whole matrices are: the shape of our shard does not say it
@@ -113,7 +113,7 @@ class Block:
         return self.reading.stored(matrices, shape, stacked=stacked, wide=self.wide)
 
 
-def blocks_of(weight: Weight) -> list[Block]:
+def blocks_of(weight: ConstrainedParameter) -> list[Block]:
     """Return the constrained ranges of a parameter."""
     value, manifold = weight.moving(), weight.local_manifold
     dim, blocks = manifold.dims(value.ndim).rows[0], []
@@ -254,9 +254,11 @@ def joined(slots: list[tuple[StateDict, str]], shards: Shards | None = None) -> 
     return whole
 
 
-def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
+def join_masters(
+    weights: list[ConstrainedParameter],
+) -> list[tuple[Tensor, list[ConstrainedParameter]]]:
     """Join the masters of parameters that are alike."""
-    kinds: dict[Any, list[Weight]] = {}
+    kinds: dict[Any, list[ConstrainedParameter]] = {}
     for weight in weights:
         if MASTER in weight.state:
             shape = local_part(weight.state[MASTER]).shape
@@ -268,7 +270,11 @@ def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
 
 
 def stacks_of(
-    weights: list[Weight], values: list[Tensor], declared: Sequence[State], *, on_cpu: bool
+    weights: list[ConstrainedParameter],
+    values: list[Tensor],
+    declared: Sequence[State],
+    *,
+    on_cpu: bool,
 ) -> list[Stack]:
     """Stack the blocks of parameters; ``values`` are the tensors that move."""
     kinds: dict[Any, list[Block]] = {}
@@ -281,8 +287,8 @@ def stacks_of(
 
 
 def plain_rows_of(
-    weights: list[Weight], values: list[Tensor]
-) -> list[tuple[Weight, list[StateDict]]]:
+    weights: list[ConstrainedParameter], values: list[Tensor]
+) -> list[tuple[ConstrainedParameter, list[StateDict]]]:
     """Return the parameters with plain rows, and torch's state of each of their ranges."""
     pairs = []
     for weight, value in zip(weights, values, strict=True):
@@ -297,7 +303,7 @@ def plain_rows_of(
 
 
 def move_rows(
-    moving: list[tuple[Weight, list[StateDict]]],
+    moving: list[tuple[ConstrainedParameter, list[StateDict]]],
     all_grads: Sequence[Tensor | None],
     values: Sequence[Tensor],
     verdicts: Tensor | None,
@@ -359,7 +365,7 @@ class StateViews:
     """
 
     def __init__(
-        self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
+        self, weights: list[ConstrainedParameter], names: Container[str], forget: Callable[[], None]
     ) -> None:
         self.slots = [
             (weight.state, key)

@@ -29,7 +29,7 @@ from stiefel_opt.numerics.device import (
 )
 from stiefel_opt.optim.blocks import move_rows
 from stiefel_opt.optim.commit import LastStep, StepOptions
-from stiefel_opt.optim.group import _CORRECTION_PERIOD, WeightGroup
+from stiefel_opt.optim.group import _CORRECTION_PERIOD, DeviceGroup
 from stiefel_opt.optim.torch_rules import Group
 
 # What ``cuda_graph=None`` means: True in a version that `benchmarks.speed.step_time_gpu` has passed
@@ -66,7 +66,7 @@ class Capture:
         shared: What all captures of an optimizer share: memory for temporaries.
     """
 
-    def __init__(self, weights: WeightGroup, make: type[Recorder], shared: dict[Any, Any]) -> None:
+    def __init__(self, weights: DeviceGroup, make: type[Recorder], shared: dict[Any, Any]) -> None:
         self._weights, self._make, self._shared = weights, make, shared
         size = sum(weight.parameter.nbytes for weight in weights.weights)
         self._is_large = _MEMORY * size > _MOST_BYTES
@@ -133,7 +133,7 @@ class Capture:
     # ---- the step ------------------------------------------------------------------------------
 
     def step(self, options: StepOptions) -> list[Tensor]:
-        """Take a step as :meth:`WeightGroup.step`."""
+        """Take a step as :meth:`DeviceGroup.step`."""
         weights, lr = self._weights, options.lr
         self._why_eager = self._refusal or self._failure or self._obstacle_now(options)
         if self._why_eager is not None:
@@ -241,7 +241,7 @@ class Capture:
 
 
 def _step_for_all(
-    weights: WeightGroup,
+    weights: DeviceGroup,
     grads: Sequence[Tensor],
     is_due: bool,
     readers: Sequence[LaggedReader],
@@ -262,7 +262,7 @@ def _step_for_all(
 
 
 def _note_repeated(
-    weights: WeightGroup, last: Sequence[LastStep | None], *, is_written: bool
+    weights: DeviceGroup, last: Sequence[LastStep | None], *, is_written: bool
 ) -> None:
     """Keep account of a step that a graph has taken, which leaves no trace on the host."""
     for batch, each in zip(weights.batches, last, strict=True):
@@ -277,14 +277,14 @@ def _note_repeated(
     weights._grads = []
 
 
-def captures_of(groups: list[WeightGroup], shared: dict[Any, Any]) -> list[Capture | None]:
+def captures_of(groups: list[DeviceGroup], shared: dict[Any, Any]) -> list[Capture | None]:
     """Return who captures the steps of each; None: nobody can on their device."""
     makes = [recorder_for(weights.steps) for weights in groups]
     pairs = zip(groups, makes, strict=True)
     return [None if make is None else Capture(weights, make, shared) for weights, make in pairs]
 
 
-def obstacle(weights: WeightGroup) -> str | None:
+def obstacle(weights: DeviceGroup) -> str | None:
     """Return why no step of these weights can be captured."""
     if recorder_for(weights.steps) is None:
         return f"there are no CUDA graphs on the device of its weights, {weights.steps.device}"
@@ -295,7 +295,7 @@ def obstacle(weights: WeightGroup) -> str | None:
     return None
 
 
-def check_wanted(groups: list[WeightGroup], group: Group) -> None:
+def check_wanted(groups: list[DeviceGroup], group: Group) -> None:
     """Raise for ``cuda_graph=True`` where no step of some weights can be captured."""
     for weights in groups if group["cuda_graph"] else ():
         if (reason := obstacle(weights)) is not None:

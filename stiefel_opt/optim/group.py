@@ -31,8 +31,8 @@ from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.blocks import (
+    ConstrainedParameter,
     StateViews,
-    Weight,
     join_masters,
     joined,
     move_rows,
@@ -105,7 +105,7 @@ def _prepare(optimizer: Any, place: int, group: Group) -> list[Tensor]:
     if type(lr := group["lr"]) is not float or not abs(lr) <= checks.LARGEST_LR:
         checks.usable_lr(lr)
     index = index_for(optimizer, place, group)
-    for weights in index.weight_groups:
+    for weights in index.device_groups:
         grads = list(map(_GRAD, weights.parameters))
         if not weights.check_gradients(grads, optimizer.param_groups):
             optimizer._renew(place, group)
@@ -125,10 +125,10 @@ def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
         if index.options.lr is not lr:
             index.options = index.options._replace(lr=checks.usable_lr(lr))
         options = index.options
-        if any(map(_ROWS, index.weight_groups)):  # not kept: it may hold the optimizer
+        if any(map(_ROWS, index.device_groups)):  # not kept: it may hold the optimizer
             rule_of_rows = partial(step_rows, optimizer._step_plain, group)
             options = options._replace(move_rows=rule_of_rows)
-        for weights, capture in zip(index.weight_groups, index.captures, strict=True):
+        for weights, capture in zip(index.device_groups, index.captures, strict=True):
             with exact_products(weights.steps):
                 turning = (capture or weights).step(options)
             if weights.unsafe or weights.overflowed:
@@ -152,7 +152,7 @@ class GroupIndex:
     def __init__(self, optimizer: Any, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = list(map(getattr, self._params, _TAG, _NONE))
-        self.weight_groups: list[WeightGroup] = []
+        self.device_groups: list[DeviceGroup] = []
         self.captures: list[Any] = []
         self._stiefel = group["stiefel"]
         mark_unconstrained(self._params, self._stiefel is False)
@@ -190,7 +190,7 @@ class GroupIndex:
         ):
             return False
         states = itertools.repeat(optimizer.state)
-        return all(map(WeightGroup.is_intact, self.weight_groups, states))
+        return all(map(DeviceGroup.is_intact, self.device_groups, states))
 
     def plain_with_gradient(self, optimizer: Any, group: Group) -> list[Tensor]:
         """Return the plain parameters that move; raise for gradients that cannot be used."""
@@ -204,14 +204,17 @@ class GroupIndex:
         return plain
 
 
-class WeightGroup:
+class DeviceGroup:
     """The constrained parameters of a group on one device that have had a gradient.
 
     The tensors in their state and in the counts of their skipped steps are replaced by views.
     """
 
     def __init__(
-        self, weights: list[Weight], skip_counts: list[StateDict], declared: Sequence[State]
+        self,
+        weights: list[ConstrainedParameter],
+        skip_counts: list[StateDict],
+        declared: Sequence[State],
     ) -> None:
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
@@ -565,7 +568,7 @@ class WeightGroup:
 
 
 def _number(
-    weights: WeightGroup, batch: Batch, places: list[int], rule: Any
+    weights: DeviceGroup, batch: Batch, places: list[int], rule: Any
 ) -> tuple[float | Tensor, bool]:
     """Return the number of this step for a batch, and whether rounding is to be removed.
 
@@ -593,7 +596,7 @@ def _number(
     return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
 
 
-def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
+def _counted(weights: DeviceGroup, moved: set[int]) -> Tensor | float:
     """Return the counts of steps, taken and skipped, after this one."""
     numbers = weights._numbers
     if isinstance(numbers, float) and len(moved) == len(weights.weights):

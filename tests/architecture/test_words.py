@@ -14,6 +14,8 @@ RETIRED = {
     "HARMFUL": "LARGE_MOVE",
     "Lagged": "LaggedReader",
     "Now": "HostReader",
+    "Weight": "ConstrainedParameter",
+    "WeightGroup": "DeviceGroup",
     "_Looks": "_CheckSchedule",
     "_staying": "_skipped",
     "_unreported": "_pending_overflows",
@@ -27,6 +29,7 @@ RETIRED = {
     "tallies": "skip_counts",
     "turn_square": "rotate_square",
     "unreported": "pending_overflows",
+    "weight_groups": "device_groups",
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "stiefel_opt").rglob("*.py"))
 
