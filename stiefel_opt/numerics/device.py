@@ -211,6 +211,22 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return False
 
 
+def settle_allocator(tensor: Tensor) -> None:
+    """Let glibc keep blocks of a few MB instead of returning them to the system at every free.
+
+    It raises its threshold, for the whole process, when a larger block is freed; without that each
+    temporary of a step on a CPU is faulted in page by page again, which for small matrices costs
+    more than the arithmetic.
+    """
+    if is_cpu(tensor):
+        _settle_allocator()
+
+
+@functools.lru_cache(maxsize=1)
+def _settle_allocator() -> None:
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+
+
 # ---- readers -----------------------------------------------------------------------------------
 
 

@@ -360,10 +360,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             keep_velocity(weight, index.declared, form)
             complete_state(state, index.declared, parameter, manifold, called, form.known, shards)
             together.append(weight)
-        skip_counts_of = self.records.skip_counts_of
         index.device_groups = [
-            DeviceGroup(each, [skip_counts_of(w.parameter) for w in each], index.declared)
-            for each in weights.values()
+            DeviceGroup(each, self.records, index.declared) for each in weights.values()
         ]
         index.waiting = sorted(waiting)
         checks.warn_of_restarts(restarted, self.param_groups)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.numerics.device import (
-    address_for,
     exact_products,
     has_values,
     index_on,
@@ -27,7 +26,7 @@ from stiefel_opt.numerics.device import (
     reader_for,
     working_dtype,
 )
-from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.distributed import local_address_for, local_part
 from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.blocks import (
@@ -47,11 +46,10 @@ from stiefel_opt.optim.commit import (
     Task,
     take_step,
 )
-from stiefel_opt.optim.records import gained_by
+from stiefel_opt.optim.records import Records, gained_by
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import (
     State,
-    StateDict,
     follow_,
 )
 from stiefel_opt.optim.torch_rules import Group, step_rows
@@ -211,15 +209,15 @@ class DeviceGroup:
     """
 
     def __init__(
-        self,
-        weights: list[ConstrainedParameter],
-        skip_counts: list[StateDict],
-        declared: Sequence[State],
+        self, weights: list[ConstrainedParameter], records: Records, declared: Sequence[State]
     ) -> None:
+        skip_counts = [records.skip_counts_of(weight.parameter) for weight in weights]
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
         self._states = [weight.state for weight in weights]
-        self._address = address_for(self.parameters)
+        self.is_shared = any(weight.shards is not None for weight in weights)
+        self._version: Any = _version_with_local if self.is_shared else _VERSION
+        self._address = local_address_for(self.parameters)
         counters = [(weight.state, "step") for weight in weights]
         counters += [(counts, "skipped") for counts in skip_counts]
         self._counts = joined(counters).view(2, -1)
@@ -229,9 +227,8 @@ class DeviceGroup:
         self._pending_overflows = joined([(counts, "pending_overflows") for counts in skip_counts])
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
-        self.is_shared = any(weight.shards is not None for weight in weights)
         values = [weight.moving() for weight in weights]
-        stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
+        stacks = stacks_of(weights, values, declared)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
         self.rows = plain_rows_of(weights, values)
         # what moves, if it is the parameters; masters and shards are looked up in every step
@@ -366,17 +363,7 @@ class DeviceGroup:
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        if not self.is_shared:
-            return list(map(_VERSION, self.parameters)), list(map(self._address, self.parameters))
-        return self._versions(), list(map(self._address, map(local_part, self.parameters)))
-
-    def _versions(self) -> list[int]:
-        """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
-        own = list(map(_VERSION, self.parameters))
-        if not self.is_shared:
-            return own
-        local = map(_VERSION, map(local_part, self.parameters))
-        return list(map(operator.add, own, local))
+        return list(map(self._version, self.parameters)), list(map(self._address, self.parameters))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
@@ -552,7 +539,7 @@ class DeviceGroup:
 
     def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
-        earlier, self._seen = self._seen, (self._versions(), self._now[1])
+        earlier, self._seen = self._seen, (list(map(self._version, self.parameters)), self._now[1])
         if moved is self._all and not (self._changed and gained is not None):
             return
         self._seen, skipped = (self._seen[0], list(self._seen[1])), self._skipped
@@ -610,6 +597,11 @@ def _counted(weights: DeviceGroup, moved: set[int]) -> Tensor | float:
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
     return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
+
+
+def _version_with_local(parameter: Tensor) -> int:
+    """Return a version: an operation on a DTensor counts there, or at its local tensor."""
+    return parameter._version + local_part(parameter)._version
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:
