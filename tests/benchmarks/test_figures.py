@@ -58,27 +58,6 @@ def test_a_picture_is_drawn_from_the_results_beside_it(
         methods_look_as_everywhere(figure)
 
 
-@pytest.mark.slow  # seconds each
-@pytest.mark.usefixtures("example")
-@pytest.mark.parametrize("name", figures.DRAWN)
-def test_legends_cover_nothing(name: str, tmp_path: Path, drawn_figures: list[Any]) -> None:
-    for file in RESULTS.glob("*.json"):
-        shutil.copy(file, tmp_path)
-    figures.main([name, "--folder", str(tmp_path)])
-    for figure in drawn_figures:
-        figure.draw_without_rendering()
-        titles = [*(axis.title for axis in figure.axes), *filter(None, [figure._suptitle])]
-        for legend in figure.legends:
-            box = legend.get_window_extent()
-            assert not any(box.overlaps(axis.get_tightbbox()) for axis in figure.axes)
-            assert not any(box.overlaps(title.get_window_extent()) for title in titles)
-        for axis in (axis for axis in figure.axes if axis.get_legend()):
-            box = axis.get_legend().get_window_extent()
-            for line in axis.lines:
-                assert not box.count_contains(line.get_transform().transform(line.get_xydata()))
-            assert not any(box.overlaps(bar.get_window_extent()) for bar in axis.patches)
-
-
 def methods_look_as_everywhere(figure: Any) -> None:
     """A line whose label begins with the name of a method has its colour and its marker.
 

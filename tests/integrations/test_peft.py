@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 
 import torch
-from loops import HALF, assert_equal, assert_trained, batches, loop, loss_of_output, tokens
+from loops import batches, loop, loss_of_output, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import gpt2
-from trainers import linear, trainer
 
 import stiefel_opt as so
 
@@ -31,27 +30,6 @@ def constrained(model):
         if ".lora_A." in name:
             so.constrain(model, name)
     return model
-
-
-def test_lora_with_an_orthonormal_factor_trains_and_resumes(tmp_path):
-    plain = adapted()
-    opt = so.StiefelAdam(so.param_groups(plain, **RATES))
-    losses = loop(plain, opt, batches(tokens()), loss_of_output, linear(opt))
-    assert losses[-1] < losses[0]
-    assert_trained(plain, adapted())
-    assert len(so.report(plain).lines) == 4
-
-    undisturbed = adapted()
-    opt = so.StiefelAdam(so.param_groups(undisturbed, **RATES))
-    trainer(undisturbed, opt, tokens(), tmp_path).train()
-    assert_equal(undisturbed, plain, tolerance=2e-5)
-
-    resumed = adapted()
-    opt = so.StiefelAdam(so.param_groups(resumed, **RATES))
-    again = trainer(resumed, opt, tokens(), tmp_path / "resumed")
-    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{HALF}"))
-    assert_equal(resumed, undisturbed)
-    assert_trained(resumed, adapted())
 
 
 def test_a_saved_adapter_is_orthonormal_where_it_is_loaded_and_merges(tmp_path):

@@ -204,15 +204,6 @@ def test_a_refused_group_leaves_no_trace(rule):
     assert so.orthonormality_error(first) < 1e-6
 
 
-def test_step_hooks_run_once():
-    opt = CaileySGD(rotations(torch.bfloat16), lr=0.1, stiefel=True, dtype="float32")
-    calls = []
-    opt.register_step_pre_hook(lambda *_: calls.append("before"))
-    opt.register_step_post_hook(lambda *_: calls.append("after"))
-    opt.step()
-    assert calls == ["before", "after"]
-
-
 def test_no_parameter_is_listed_twice():
     weight = nn.Parameter(torch.randn(3, 5).bfloat16())
     groups = [{"params": [weight]}, {"params": [weight]}]

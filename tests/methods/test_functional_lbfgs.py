@@ -67,14 +67,6 @@ def test_a_curve_is_the_product_of_two_groups(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(velocity[0], pair @ direction @ turned)
 
 
-def test_the_velocity_is_the_derivative() -> None:
-    start = point((8, 3), torch.float64)
-    path = lbfgs.curve(start, tangent(start))
-    h = 1e-5
-    difference = (lbfgs.along(path, 0.4 + h)[0] - lbfgs.along(path, 0.4 - h)[0]) / (2 * h)
-    torch.testing.assert_close(lbfgs.along(path, 0.4)[1], difference, rtol=1e-8, atol=1e-8)
-
-
 def test_a_matrix_that_does_not_move_keeps_its_bits() -> None:
     start = point((8, 3), torch.float32)
     direction = tangent(start)

@@ -130,40 +130,6 @@ def test_adam_is_algorithm_2_line_by_line(case, amsgrad, printed, generator):
         close(tensor[0], expected[name])
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_only_our_sign_converges_to_the_equation_of_motion(sign, generator):
-    """Euclidean metric, no force: the motion of (8), where 3a - 2 = 2 (2a - 1), is a geodesic."""
-    n, m, time = 8, 3, 0.5
-    X = random_point(n, m, generator=generator, dtype=torch.float64)
-    Y = gradient(torch.empty(m, m, dtype=torch.float64), generator)
-    Y = Y - Y.mT
-    V = gradient(X, generator)
-    V = V - X @ (X.mT @ V)
-    A, Q = Y, X @ Y + V
-    eye = torch.eye(m, dtype=torch.float64)
-    block = torch.cat([torch.cat([A, -Q.mT @ Q], 1), torch.cat([eye, A], 1)])
-    geodesic = torch.cat([X, Q], 1) @ torch.matrix_exp(time * block)[:, :m]
-    geodesic = geodesic @ torch.matrix_exp(-time * A)
-    errors = []
-    for count in (100, 200):
-        h = time / count  # without friction mu = 1 and eta = h^2, Z = Y / h
-        point, skew, normal = X[None], Y[None] / h, V[None] / h
-        for _ in range(count):
-            if sign == 1:
-                state = {SKEW: skew, NORMAL: normal}
-                options = {"lr": h * h, "momentum": 1.0, "metric": "euclidean"}
-                point, state, _ = published_sgd(point, torch.zeros_like(point), state, **options)
-                skew, normal = state[SKEW], state[NORMAL]
-            else:
-                zero = torch.zeros_like(X)
-                x, z, u = algorithm_1(
-                    point[0], zero, skew[0], normal[0], h * h, 1.0, 0.0, "euler", "printed"
-                )
-                point, skew, normal = x[None], z[None], u[None]
-        errors.append(float((point[0] - geodesic).norm()))
-    assert (errors[1] < 0.6 * errors[0]) == (sign == 1)
-
-
 WILD = [(0.15, 0.3), (0.1, 1.0), (1e6, 1.0), (0.1, 1e8), (1e12, 1e-3)]
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from cases import in_turn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from stiefel_opt.nn import DeltaProduct, delta_product
@@ -305,35 +305,6 @@ def test_state_does_not_grow_in_bfloat16(generator):
     torch.testing.assert_close(
         torch.linalg.svdvals(state), torch.linalg.svdvals(start), rtol=1e-3, atol=1e-3
     )
-
-
-def test_one_layer_learns_parity_and_keeps_it_on_longer_input(generator):
-    """One factor of strength 2 flips the sign of the state: that is all parity needs."""
-
-    class Parity(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(3, 8)
-            self.recurrence = DeltaProduct(8, num_factors=1)
-            self.readout = nn.Linear(8, 2)
-
-        def forward(self, bits: Tensor) -> Tensor:
-            start = torch.full_like(bits[:, :1], 2)  # a token that may write what is flipped later
-            mixed, _ = self.recurrence(self.embedding(torch.cat([start, bits], dim=1)))
-            return self.readout(mixed[:, 1:])
-
-    torch.manual_seed(1)
-    model = Parity()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(250):
-        bits = torch.randint(2, (64, 16), generator=generator)
-        loss = nn.functional.cross_entropy(model(bits).mT, bits.cumsum(1) % 2)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    bits = torch.randint(2, (64, 64), generator=generator)
-    right = model(bits).argmax(-1) == bits.cumsum(1) % 2
-    assert float(right.double().mean()) > 0.99
 
 
 # ---- errors ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 from stiefel_opt.nn import IsometricConv2d
@@ -97,12 +98,7 @@ def test_it_stays_so_while_it_learns(generator):
     optimizer = so.StiefelAdam(layer.parameters(), lr=0.03)
     images = torch.randn(16, 4, 6, 6, generator=generator)
     wanted, losses = images.roll((1, -1), (2, 3)), []
-    for _ in range(150):
-        optimizer.zero_grad()
-        loss = (layer(images) - wanted).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses += train(optimizer, lambda: (layer(images) - wanted).square().mean(), 150)
     assert losses[-1] < 0.5 * losses[0]
     found = values(layer, 4)
     torch.testing.assert_close(found, torch.ones_like(found), rtol=0, atol=1e-5)
