@@ -141,11 +141,11 @@ def constrained(net: nn.Module) -> dict[str, so.ManifoldParameter]:
     return {n: p for n, p in net.named_parameters() if isinstance(p, so.ManifoldParameter)}
 
 
-def through_file(value: Any) -> Any:
+def through_file(value: Any, weights_only: bool = True) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+    return torch.load(buffer, weights_only=weights_only)
 
 
 def snapshot(net: nn.Module, opt: torch.optim.Optimizer) -> Any:

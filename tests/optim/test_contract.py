@@ -1,7 +1,6 @@
 """What code written for torch's optimizers may do: closures, groups, schedulers, hooks, edits."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -322,22 +321,27 @@ def test_the_learning_rate_may_be_a_tensor(name):
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("name", "rate", "machine"),
+    ("name", "rate", "dtype", "machine"),
     [
-        *in_turn(OPTIMIZERS, [0.0, torch.tensor(0.0)], ["cpu", "as_accelerator", "as_accelerator"]),
-        pytest.param("sgd", 0.0, "compiled", marks=pytest.mark.slow),
+        *in_turn(
+            OPTIMIZERS,
+            [0.0, torch.tensor(0.0)],
+            [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16],
+            ["cpu", "as_accelerator", "as_accelerator"],
+        ),
+        pytest.param("sgd", 0.0, torch.float32, "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],
 )
-def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
-    net = model()
+def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate, dtype):
+    net = so.retag(model().to(dtype))
     with torch.no_grad():
         net.q.weight.add_(0.01)  # off the manifold: only a step with lr > 0 projects
     before = copy.deepcopy(net.state_dict())
     opt = optimizer(name, net.parameters(), lr=rate)
     train(net, opt, 0, 3)
     assert_same(net.state_dict(), before)
-    moved = model()
+    moved = so.retag(model().to(dtype))
     other = optimizer(name, moved.parameters())
     train(moved, other, 0, 1)
     for p, q in zip(net.parameters(), moved.parameters(), strict=True):
@@ -345,7 +349,7 @@ def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
     for group in opt.param_groups:
         group["lr"] = 0.05
     train(net, opt, 3, 4)
-    assert so.orthonormality_error(net) < 1e-5
+    assert so.orthonormality_error(net) < max(1e-5, 1.01 * torch.finfo(dtype).eps)
 
 
 # ---- hooks, profiler, scaler ---------------------------------------------------------------------
@@ -373,33 +377,6 @@ def test_hooks_fire_and_the_profiler_sees_the_step(name):
     names = [event.name for event in profile.events()]
     assert f"Optimizer.step#{kind}.step" in names
     assert f"Optimizer.zero_grad#{kind}.zero_grad" in names
-
-
-@pytest.mark.parametrize(("name", "unscale"), in_turn(OPTIMIZERS, [False, True]))
-def test_grad_scaler(name, unscale):
-    """A power of two comes out of the gradients without rounding, and an infinity skips."""
-    net = model()
-    other = copy.deepcopy(net)
-    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(4):
-        factor = math.inf if step == 2 else 1.0
-        loss = net(torch.full((2, 8), 0.1 * step)).square().mean() * factor
-        opt.zero_grad()
-        scaler.scale(loss).backward()
-        if unscale:
-            scaler.unscale_(opt)
-        before = copy.deepcopy(net.state_dict())
-        scaler.step(opt)
-        scaler.update()
-        if step == 2:
-            assert_same(net.state_dict(), before)
-            continue
-        other_opt.zero_grad()
-        other(torch.full((2, 8), 0.1 * step)).square().mean().backward()
-        other_opt.step()
-    assert scaler.get_scale() == 2.0**9
-    assert_same_training((net, opt), (other, other_opt))
 
 
 def test_every_optimizer_is_under_this_contract():

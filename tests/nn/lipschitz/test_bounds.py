@@ -432,6 +432,21 @@ class Tripled(Scale):
         return 3.0
 
 
+class TripledTwice(Tripled):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
+class Renamed(Tripled):
+    def extra_repr(self) -> str:
+        return "three"
+
+
+def test_a_method_counts_for_the_forward_pass_that_it_was_written_for():
+    assert so.lipschitz_bound(nn.Sequential(Renamed(3.0))) == 3.0
+    assert so.lipschitz_bound(nn.Sequential(TripledTwice(3.0))) == 6.0  # traced
+
+
 def test_a_rule_of_ones_own(monkeypatch):
     monkeypatch.setattr(rules, "RULES", rules.RULES.copy())
     with pytest.raises(TypeError, match=r"`0.exp` must call a function with a known"):

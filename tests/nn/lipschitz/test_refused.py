@@ -57,11 +57,11 @@ class Branching(nn.Module):
 
 
 class Given(nn.Module):
-    def __init__(self, bound: float) -> None:
+    def __init__(self, bound: Any) -> None:
         super().__init__()
         self.bound = bound
 
-    def lipschitz_bound(self) -> float:
+    def lipschitz_bound(self) -> Any:
         return self.bound
 
 
@@ -119,6 +119,9 @@ MODULES: list[tuple[Any, type[Exception], str]] = [
     (lambda: nn.Softplus(threshold=1.0), ValueError, "must have a finite Lipschitz constant"),
     (lambda: Given(float("nan")), ValueError, "`Given` must have a finite Lipschitz constant"),
     (lambda: Given(-1.0), ValueError, "`Given` must have a finite Lipschitz constant"),
+    (lambda: Given(None), TypeError, "`Given` must have a rule that returns one number, got None"),
+    (lambda: Given(torch.ones(3)), TypeError, r"rule that returns one number, got \(3,\)"),
+    (lambda: Given("3"), TypeError, "`Given` must have a rule that returns one number, got str"),
     (TwoInputs, TypeError, "`model` must take one tensor, got y"),
     (Branching, TypeError, "`model` must be a graph of modules.*be traced.*take branches out"),
 ]
@@ -206,6 +209,8 @@ FUNCTIONS: list[tuple[Any, type[Exception], str]] = [
     (lambda m, x: functional.softplus(x, 1.0, 1.0), ValueError, "must have a finite"),
     (lambda m, x: x / torch.zeros(()), ValueError, "must have a finite"),
     (lambda m, x: torch.cat([x.chunk(2, 1), x]), TypeError, "must"),
+    (lambda m, x: torch.cat(x.split(1, 1), 1), TypeError, "`cat` must be of a list of tensors"),
+    (lambda m, x: x * None, TypeError, "`mul` must be a product with a number or a tensor, got No"),
     (lambda m, x: x.chunk(2, 1) + 1, TypeError, "must"),
     (lambda m, x: m.layer(x.chunk(2, 1)), TypeError, "`layer` must take one tensor"),
     (lambda m, x: (x, x), TypeError, "`model` must return one tensor"),
