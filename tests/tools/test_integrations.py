@@ -321,20 +321,6 @@ def test_bad_norms():
 # ---- logging -----------------------------------------------------------------------------------
 
 
-class Run:
-    """The part of a run of W&B that is used."""
-
-    def __init__(self) -> None:
-        self.metrics: list[tuple[str, str | None]] = []
-        self.rows: list[dict[str, float]] = []
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.metrics.append((name, step_metric))
-
-    def log(self, data: dict[str, float]) -> None:
-        self.rows.append(data)
-
-
 class Writer:
     """What is asked of a SummaryWriter."""
 
@@ -382,18 +368,6 @@ def test_errors_are_logged_every_so_many_steps_under_their_names(generator):
     handle.remove()
     opt.step()
     assert len(writer.points) == 12
-
-
-def test_a_run_of_wandb_gets_one_row_with_a_step_of_its_own(generator):
-    run, writer = Run(), Writer()
-    model = trained_with(run, generator, every=3, tag="off")[0]
-    assert run.metrics == [("off/step", None), ("off/*", "off/step")]
-    assert [row.pop("off/step") for row in run.rows] == [3, 6]
-    assert all(row.keys() == so.orthonormality_errors(model, "off").keys() for row in run.rows)
-    trained_with(writer, generator.manual_seed(0), every=3, tag="off")
-    assert [(name, row[name]) for row in run.rows for name in row] == [
-        (name, pytest.approx(value)) for name, value, _ in writer.points
-    ]
 
 
 def test_errors_by_name_are_floats_of_the_lines_of_the_report_and_their_largest():

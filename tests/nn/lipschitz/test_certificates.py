@@ -108,8 +108,10 @@ def test_without_a_linear_head_the_whole_bound_counts():
 
 def test_a_linear_model_alone_and_one_that_is_constant():
     head = so.nn.NormalizedLinear(6, 3)
-    data = [(torch.randn(10, 6), torch.zeros(10, dtype=torch.long))]
-    assert 0 <= so.certified_accuracy(head, data, [0])[0] <= 1
+    inputs = torch.randn(10, 6)
+    right = (head(inputs).argmax(1) == 0).float().mean()
+    data = [(inputs, torch.zeros(10, dtype=torch.long))]
+    assert so.certified_accuracy(head, data, [0]) == {0: pytest.approx(float(right))}
     dead = nn.Linear(6, 3)
     nn.init.zeros_(dead.weight)
     with pytest.raises(ValueError, match="`bound` must be in"):
@@ -189,8 +191,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: labelled(False, True), TypeError, "labels from 0 to 1, got torch.bool"),
     (lambda: so.certified_radius([1.0], 1.0), TypeError, "`logits` must be a tensor of fl"),  # type: ignore[arg-type]
     (lambda: so.certified_radius(TWO, 0.0), ValueError, "`bound` must be in"),
-    (lambda: so.certified_radius(TWO, -1.0), ValueError, "`bound` must be in"),
-    (lambda: so.certified_radius(TWO, math.inf), ValueError, "`bound` must be in"),
     (lambda: so.certified_radius(TWO, math.nan), ValueError, "`bound` must be in"),
     (lambda: so.certified_radius(TWO / 0, 1.0), ValueError, "`logits` must be finite"),
     (lambda: so.certified_radius(TWO, 1.0, nn.Linear(4, 2)), ValueError, "`head` must have 3 rows"),
@@ -206,7 +206,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "labels of",
     ),
     (lambda: so.certified_accuracy(nn.ReLU(), [], 0.1), TypeError, "`radii` must be a list of num"),  # type: ignore[arg-type]
-    (lambda: so.certified_accuracy(nn.ReLU(), [], TWO), TypeError, "`radii` must be a list of num"),  # type: ignore[arg-type]
     (lambda: so.certified_accuracy(nn.ReLU(), [], []), ValueError, "`radii` must have at least"),
     (lambda: so.certified_accuracy(nn.ReLU(), [], [-1]), ValueError, "`radii` must be in"),
     (lambda: so.certified_accuracy(None, [], [1]), TypeError, "`model` must be a torch.nn.Mod"),  # type: ignore[arg-type]
