@@ -11,6 +11,7 @@ from contract import (
     assert_same_training,
     backward,
     constrained,
+    large_eps,
     model,
     optimizer,
     through_file,
@@ -36,7 +37,7 @@ def test_a_state_dict_by_names_continues_bit_for_bit(name, options, dtype):
     """In one process without a process group; the fresh optimizer makes its state by lr = 0."""
     options = dcp.StateDictOptions(**options)
     net = so.retag(model().to(dtype))
-    eps = {"eps": 1e-3} if TABLE[name].adaptive else {}  # torch's is 0 in half precision
+    eps = large_eps(name)
     opt = optimizer(name, so.param_groups(net), **eps)
     train(net, opt, 0, 3)
     saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))

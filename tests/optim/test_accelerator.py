@@ -22,6 +22,7 @@ from contract import (
     backward,
     constrained,
     every_rule,
+    fill,
     model,
     optimizer,
     through_file,
@@ -249,12 +250,9 @@ def trained(
         net = so.retag(model().to(dtype))
         opt = optimizer(name, net.named_parameters(), **{"weight_decay": 0, **options})
         for step in range(steps):
-            generator = torch.Generator().manual_seed(100 + step)
-            for key, parameter in net.named_parameters():
-                grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.grad = grad.to(dtype)
-                if key == spoil.get(step):
-                    parameter.grad.view(-1)[1] = torch.nan
+            fill(net.parameters(), step)
+            if step in spoil:
+                net.get_parameter(spoil[step]).grad.view(-1)[1] = torch.nan
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 opt.step()

@@ -9,6 +9,7 @@ import torch
 from cases import READING_CASES, in_turn
 from contract import (
     every_rule,
+    fill,
     optimizer,
     tried_with,
 )
@@ -59,12 +60,6 @@ def parts_of(weight: nn.Parameter, ranges: Ranges, heads: int) -> list[nn.Parame
     if last < weight.size(0):
         plain.append(nn.Parameter(weight.detach()[last:].clone()))
     return [*found, *plain]
-
-
-def fill(weights: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for weight in weights:
-        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
 
 
 def fill_parts(weight: nn.Parameter, ranges: Ranges, parts: list[nn.Parameter]) -> None:

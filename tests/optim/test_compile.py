@@ -14,6 +14,7 @@ from contract import (
     TABLE,
     backward,
     constrained,
+    fill,
     model,
     optimizer,
     train,
@@ -53,13 +54,6 @@ def few() -> list[nn.Parameter]:
     values = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
     found = [so.ManifoldParameter(torch.linalg.qr(value).Q) for value in values]
     return [*found, nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(3, 5).double())]
-
-
-def fill(params: list[Any], step: int, without: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for index, parameter in enumerate(params):
-        grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.grad = None if index in without else grad.to(parameter.dtype)
 
 
 class Both:
@@ -423,36 +417,6 @@ def test_one_graph_serves_every_rate_and_step(name: str) -> None:
     assert so.orthonormality_error(net) < 1e-12
     train(net, opt, 12, 14)  # and eager steps go on from there
     assert so.orthonormality_error(net) < 1e-12
-
-
-@compiled("adam")
-def test_a_compiled_step_leaves_what_has_a_bad_gradient(name: str) -> None:
-    net, opt = prepared(name)
-    compiled = torch.compile(opt.step, fullgraph=True, backend="eager")
-    backward(net, 2)
-    compiled()
-    backward(net, 3)
-    for bad in (net.q.weight, net.turn.weight):
-        bad.grad.view(-1)[1] = torch.nan
-    before = copy.deepcopy(
-        {n: (p.detach(), dict(opt.state[p])) for n, p in constrained(net).items()}
-    )
-    with pytest.warns(UserWarning, match=r"gradient of q\.weight .*, turn\.weight .* not finite"):
-        compiled()
-    for key, weight in constrained(net).items():
-        value, state = before[key]
-        skipped = key in ("q.weight", "turn.weight")
-        assert torch.equal(weight, value) == skipped, key
-        for part, tensor in opt.state[weight].items():
-            assert not skipped or torch.equal(tensor, state[part]), (key, part)
-        assert weight.isfinite().all(), key
-    assert opt.skipped_steps() == {"q.weight": 1, "turn.weight": 1}
-    backward(net, 4)
-    net.fused.weight.grad[5, 0] = torch.nan  # a plain row of a constrained parameter
-    before = net.fused.weight.detach().clone()
-    with pytest.warns(UserWarning, match=r"gradient of fused\.weight"):
-        compiled()
-    assert torch.equal(net.fused.weight, before)
 
 
 @pytest.mark.parametrize(

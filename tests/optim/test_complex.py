@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from contract import (
@@ -15,17 +14,12 @@ from contract import (
     optimizer,
     through_file,
 )
-from reference import polar_factor as slow_polar_factor
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import (
-    gram_error,
-    polar_factor,
     random_point,
-    riemannian_gradient,
-    tangent_part,
 )
 
 
@@ -176,27 +170,6 @@ def test_real_matrices_in_complex_numbers_move_as_real_ones(name, generator):
 
 
 # ---- geometry ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (2, 6, 2)])
-def test_geometry_of_complex_matrices(shape, generator):
-    point = random_point(*shape, dtype=torch.complex128, generator=generator)
-    assert gram_error(point).max() < 1e-14 * shape[-2]
-    vector = torch.randn(shape, dtype=torch.complex128, generator=generator)
-    tangent = tangent_part(point, vector)
-    inner = point.mH @ tangent
-    torch.testing.assert_close(inner, -inner.mH, rtol=0, atol=1e-13)
-    torch.testing.assert_close(tangent_part(point, tangent), tangent, rtol=0, atol=1e-13)
-    gradient = riemannian_gradient(point, vector)
-    product = point.mH @ vector
-    force = product - product.mH
-    expected = point @ force + vector - point @ product
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-13)
-    nearest = polar_factor(vector)
-    slow = [slow_polar_factor(one) for one in batch(vector.numpy())]
-    torch.testing.assert_close(nearest, torch.tensor(np.stack(slow)).reshape(shape))
-    wide = random_point(*shape[:-2], 3, 8, dtype=torch.complex64, generator=generator)
-    assert so.orthonormality_error(wide) < 1e-5
 
 
 def test_random_unitary_matrices_are_uniform(generator):

@@ -354,11 +354,6 @@ def test_parameters_that_cannot_be_constrained_are_named(name, named, case):
     assert_refused(opt, net, {"params": listed}, error, of + message)
 
 
-def test_overlapping_rows_are_no_reading():
-    with pytest.raises(ValueError, match=r"`rows` must not overlap, got \(\(0, 3\), \(2, 4\)\)"):
-        so.Stiefel(rows=((0, 3), (2, 4)))
-
-
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", ["constrained", "plain"])
 def test_a_parameter_listed_twice_is_named(name, kind):

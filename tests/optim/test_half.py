@@ -11,14 +11,13 @@ import torch
 from cases import in_turn
 from contract import (
     OPTIMIZERS,
-    RULES,
     TABLE,
     assert_same,
     assert_same_training,
     constrained,
+    large_eps,
     model,
     optimizer,
-    through_file,
     train,
     tried_with,
 )
@@ -43,11 +42,6 @@ def halves_on_machines(test: Any) -> Any:
 
 
 FLOAT32_ROUNDING = 5e-6  # 40 eps, for sums of at most 64 products
-
-
-def large_eps(name: str) -> dict[str, Any]:
-    """The eps of torch's Adam, which moves plain parameters in their own dtype, is 0 in float16."""
-    return {"eps": 1e-3} if TABLE[name].adaptive else {}
 
 
 def pair(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
@@ -241,17 +235,6 @@ def continued(net: nn.Module, opt: Any, other: nn.Module, other_opt: Any) -> Non
     train(net, opt, 3, 12)
     train(other, other_opt, 3, 12)
     assert_same_training((net, opt), (other, other_opt))
-
-
-@pytest.mark.parametrize(("name", "dtype"), in_turn(RULES, HALVES))
-def test_a_saved_state_dict_continues_bit_for_bit(name, dtype):
-    net, opt = pair(name, dtype)
-    train(net, opt, 0, 3)
-    saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
-    fresh, fresh_opt = pair(name, dtype)
-    fresh.load_state_dict(saved["model"])
-    fresh_opt.load_state_dict(saved["optimizer"])
-    continued(net, opt, fresh, fresh_opt)
 
 
 @tried_with("sgd", "adam-amsgrad")

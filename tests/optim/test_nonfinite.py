@@ -56,6 +56,7 @@ def everything(opt: Any, parameter: nn.Parameter) -> Any:
     [
         *mixed(10, BAD, OPTIMIZERS, ["cpu", "as_accelerator"]),
         (("fused", "nan"), "sgd", "compiled"),
+        (("q", "nan"), "adam", "compiled"),
         pytest.param(("k", "overflow"), "adam-amsgrad", "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],

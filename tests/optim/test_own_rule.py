@@ -83,39 +83,6 @@ def test_it_prints_a_report_of_its_last_step() -> None:
     assert " rad" in PRINTED
 
 
-class OwnWords(so.optim.StiefelOptimizer):
-    """A rule whose options and state have names that rules of the package have, too."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        none = dict.fromkeys(("radius", "nesterov", "rotation"))
-        super().__init__(params, {"lr": lr, "transport": None, **none})
-
-    def state_for(self, group: Any) -> Any:  # noqa: ARG002
-        names = "step_factor", "radius_growth"
-        return tuple(so.optim.State(name, "1", start=-3.0) for name in names)
-
-    def rule_for(self, group: Any) -> Any:  # noqa: ARG002
-        return move_straight
-
-    def update_plain(self, *_: Any) -> None:
-        pass
-
-
-def test_options_and_state_of_the_same_names_mean_nothing_here() -> None:
-    holder = nn.ParameterDict({"w": weight_of("tall")})
-    opt = OwnWords(holder.parameters())
-    shown = repr(opt)
-    for name in ("radius", "nesterov", "rotation"):
-        assert f"    {name}: None\n" in shown
-    assert "    stiefel: by tags\n" in shown
-    holder["w"].grad = grad_of(holder["w"], 0)
-    opt.step()
-    assert "radius_growth" in opt.state[holder["w"]]
-    (line,) = so.report(holder, opt).lines
-    assert line.radius is None
-    assert line.factor is None
-
-
 # ---- the same as a slow loop ---------------------------------------------------------------------
 
 
@@ -503,7 +470,7 @@ def test_two_processes_that_share_rows_follow_one() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["preconditioner", "shampoo_factor", "exp_avg_sq_right", "momentum_factor"],
+    ["preconditioner", "shampoo_factor", "exp_avg_sq_right", "momentum_factor", "radius_growth"],
 )
 @pytest.mark.parametrize("shape", ["nm", "mm", "1"])
 def test_state_may_have_any_name(name: str, shape: str) -> None:
@@ -545,6 +512,8 @@ def test_state_may_have_any_name(name: str, shape: str) -> None:
     for weight in weights:
         assert so.orthonormality_error(weight) < 1e-12
         torch.testing.assert_close(opt.state[weight][name], expected[weight])
+    (line, *_) = so.report(nn.ParameterList(weights), opt).lines
+    assert line.radius is line.factor is None
     if shape != "1":  # a matrix that may be a momentum: neither read as zero nor set in silence
         with pytest.raises(ValueError, match=f"must keep its momentum as Z and U, got {name}"):
             opt.velocity(weights[0])
@@ -597,6 +566,9 @@ def test_an_option_is_called_as_its_author_likes() -> None:
         "steps",
         "plain",
         "amsgrad",
+        "radius",
+        "nesterov",
+        "rotation",
     )
 
     def descend(X: Tensor, G: Tensor, _: Any, *, lr: Any, sums: Any, **__: Any) -> Any:
@@ -618,6 +590,7 @@ def test_an_option_is_called_as_its_author_likes() -> None:
 
     net = wide_net()
     opt = Plain(net.parameters(), {"lr": 0.01, **dict.fromkeys(words, "mine")})
+    assert all(f"    {word}: mine\n" in repr(opt) for word in words)
     train(net, opt, 0, 3)
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(net, opt, 3, 12)

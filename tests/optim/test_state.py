@@ -19,6 +19,7 @@ from contract import (
     backward,
     constrained,
     every_rule,
+    large_eps,
     model,
     on_machines,
     optimizer,
@@ -171,32 +172,32 @@ def test_forgotten_state_starts_anew(name, forget):
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def continued(net, opt, other, other_opt, first=3, last=9):
-    train(net, opt, first, last)
-    train(other, other_opt, first, last)
-    assert_same_training((net, opt), (other, other_opt))
+CPU = ["cpu"]
 
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("name", "steps", "names", "machine"),
+    ("name", "steps", "listed", "dtype", "machine"),
     [
-        *in_turn(OPTIMIZERS, [0, 3, 8], [False, True], ["cpu"]),
-        pytest.param("adam", 3, True, "compiled", marks=pytest.mark.slow),
+        *in_turn(OPTIMIZERS, [0, 3, 8], ["parameters", "named_parameters"], [torch.float32], CPU),
+        *in_turn(RULES, [3], ["parameters"], [torch.bfloat16, torch.float16], CPU),
+        pytest.param("adam", 3, "parameters", torch.float32, "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],
 )
-def test_a_saved_state_dict_continues_bit_for_bit(name, steps, names):
-    listed = "named_parameters" if names else "parameters"
-    net = model()
-    opt = optimizer(name, getattr(net, listed)())
+def test_a_saved_state_dict_continues_bit_for_bit(name, steps, listed, dtype):
+    eps = large_eps(name) if dtype.itemsize == 2 else {}
+    net = so.retag(model().to(dtype))
+    opt = optimizer(name, getattr(net, listed)(), **eps)
     train(net, opt, 0, steps)
     saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
-    fresh = model(5)
+    fresh = so.retag(model(5).to(dtype))
     fresh.load_state_dict(saved["model"])
-    fresh_opt = optimizer(name, getattr(fresh, listed)(), lr=1.0)
+    fresh_opt = optimizer(name, getattr(fresh, listed)(), lr=1.0, **eps)
     fresh_opt.load_state_dict(saved["optimizer"])
-    continued(net, opt, fresh, fresh_opt, steps, steps + 6)
+    train(net, opt, steps, steps + 6)
+    train(fresh, fresh_opt, steps, steps + 6)
+    assert_same_training((net, opt), (fresh, fresh_opt))
 
 
 @on_machines(cpu="sgd adam")
