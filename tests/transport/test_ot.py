@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -456,31 +455,6 @@ def test_restarts_share_the_products() -> None:
 
 # Pairs of plays, k = 2, seed 0, the default reg: by how many percent `value` was too large, and in
 # how many steps. The clouds are not in this repository; see benchmarks.papers.kong.prw.
-ON_PLAYS = {
-    "H4_1-H4_2": (14.89, 214),
-    "H4_1-H5": (8.84, 84),
-    "H4_1-JC": (4.19, 61),
-    "H4_1-Lr": (10.43, 500),
-    "H4_1-Mac": (6.51, 231),
-    "H4_2-Ham": (8.86, 215),
-    "H5-MND": (4.48, 405),
-    "Ham-Rom": (5.61, 271),
-    "Lr-Oth": (9.06, 87),
-    "Mac-Oth": (6.10, 25),
-}
-
-
-def test_the_docstring_states_what_the_default_reg_costs_on_plays() -> None:
-    text = " ".join(str(so.ot.projection_robust_wasserstein.__doc__).split())
-    numbers = re.search(r"(\d+) to (\d+) % on pairs of plays .*?, in (\d+) to (\d+) steps", text)
-    assert numbers
-    low, high, fewest, most = map(int, numbers.groups())
-    excess, steps = zip(*ON_PLAYS.values(), strict=True)
-    assert low <= min(excess) < low + 1
-    assert high - 1 < max(excess) <= high
-    assert (fewest, most) == (min(steps), max(steps))
-
-
 @pytest.mark.parametrize("shift", [1.0, 2.0, 4.0])
 def test_the_docstring_states_what_the_default_reg_costs_on_gaussian_clouds(shift: float) -> None:
     text = " ".join(str(so.ot.projection_robust_wasserstein.__doc__).split())
@@ -593,7 +567,6 @@ BAD = {
     "no matrix": ({"x": np.zeros(4)}, r"`x` must have shape \(points, dimension\), not empty"),
     "empty": ({"y": np.zeros((0, 3))}, r"`y` must have shape \(points, dimension\), not empty"),
     "NaN": ({"x": np.full((4, 3), np.nan)}, "`x` must be finite, got NaN or inf; remove"),
-    "inf": ({"y": np.full((5, 3), np.inf)}, "`y` must be finite"),
     "neither": ({"x": "points"}, "`x` must be an array, a list or a tensor, got str"),
     "ragged": ({"x": [[0.0], [0.0, 1.0]]}, "`x` must have rows of one length, got several"),
     "large": (
@@ -609,10 +582,8 @@ BAD = {
     "weight NaN": ({"b": np.full(5, np.nan)}, "`b` must be finite"),
     "weight shape": ({"a": np.full((4, 1), 0.25)}, r"`a` must have shape \(points,\), not empty"),
     "k too large": ({"k": 4}, r"`k` must be in \[1, 3\], got 4"),
-    "k zero": ({"k": 0}, r"`k` must be in \[1, 3\], got 0"),
     "k no integer": ({"k": 2.0}, r"`k` must be an integer in \[1, 3\], got 2.0"),
     "reg zero": ({"reg": 0.0}, r"`reg` must be in \(0, inf\), got 0"),
-    "reg negative": ({"reg": -1}, r"`reg` must be in \(0, inf\), got -1"),
     "reg NaN": ({"reg": math.nan}, r"`reg` must be in \(0, inf\), got nan"),
     "reg text": ({"reg": "8"}, r"`reg` must be a number in \(0, inf\), got '8'"),
     "max_iter": ({"max_iter": -1}, "`max_iter` must be at least 0, got -1"),
