@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import stiefel_opt as so
-from stiefel_opt.nn.lipschitz import rules
+from stiefel_opt.nn.lipschitz import norms, rules
 from stiefel_opt.nn.lipschitz.norms import most_copies, spectral_norm
 
 SIZE = (4, 6, 6)
@@ -132,6 +132,16 @@ def test_around_the_edge_the_norm_over_all_frequencies_is_exact():
     assert so.lipschitz_bound(layer, (3, 6, 5)) == pytest.approx(
         norm_of(layer, (3, 6, 5)), rel=1e-9
     )
+
+
+def test_frequencies_are_taken_up_to_a_cost(monkeypatch):
+    layer = nn.Conv2d(4, 6, 3, padding=1, groups=2, padding_mode="circular", dtype=torch.float64)
+    cost = math.prod(SIZE[1:]) * 2 * 2**2 * 3  # two groups of matrices of 3 x 2
+    bounds = []
+    for most in (cost, cost - 1):
+        monkeypatch.setattr(norms, "_MOST", most)
+        bounds.append(so.lipschitz_bound(layer, SIZE))
+    assert norm_of(layer, SIZE) <= bounds[0] < bounds[1]
 
 
 @pytest.mark.parametrize("kind", [nn.ConvTranspose1d, nn.ConvTranspose2d])
