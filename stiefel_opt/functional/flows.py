@@ -299,7 +299,7 @@ def _bounds(
     elif units[0] == math.inf:
         return rows, _MOST
     if reader.is_exact:
-        reader.is_lost |= not bool((rows < math.inf).all())
+        reader.overflowed |= not bool((rows < math.inf).all())
         sizes = rows * unit.view(1, -1) ** 2  # type: ignore[union-attr]
         known = reader.numbers(Numbers(("length",), sizes, (1.0,)))[0] ** 0.5
         return rows, min(max(known, _LEAST), _MOST)
@@ -358,7 +358,7 @@ def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
     """Return a bound on the eigenvalues of the matrices of a batch that are finite."""
     bound = largest_bound(matrices)
     if not bound < math.inf:
-        reader.is_lost = True
+        reader.overflowed = True
         sound = matrices[are_finite(matrices)]
         bound = largest_bound(sound) if sound.numel() else 0.0
     return bound

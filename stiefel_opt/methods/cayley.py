@@ -205,7 +205,7 @@ def _shortened(
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
     reach = float((alpha.abs() * norm).max()) if reader.is_exact else 1.0
     if not reach < math.inf:
-        reader.is_lost, reach = True, 1.0
+        reader.overflowed, reach = True, 1.0
     squares = T.mH @ T if own is None else torch.cat([T.mH @ T, own])
     repeated = step if own is None else torch.cat([step, step])
     return step, reach, Length(squares * repeated.square(), 1.0, reach * reach)

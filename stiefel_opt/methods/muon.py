@@ -504,15 +504,15 @@ def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums, reads: bool) -> tu
     size = parts.noise / (_NOISE * torch.finfo(work).eps)
     if not reads:
         return moving, parts
-    is_lost = trace_of(parts.square) + square_norm(parts.skew) < _RADIAL * size
-    if not bool(is_lost.any()):
+    is_cancelled = trace_of(parts.square) + square_norm(parts.skew) < _RADIAL * size
+    if not bool(is_cancelled.any()):
         return moving, parts
     normal = sym(parts.inner)
     moving = add_product(other, tall, normal.baddbmm(parts.correction, normal), alpha=-1.0)
-    parts = _parts_of(tall, torch.where(is_lost, moving, other), sums)
+    parts = _parts_of(tall, torch.where(is_cancelled, moving, other), sums)
     lost = _ROUNDING * torch.finfo(point.dtype).eps
-    noise = torch.where(is_lost, parts.noise + lost**2 * size, parts.noise)
-    return torch.where(is_lost, moving, other), parts._replace(noise=noise)
+    noise = torch.where(is_cancelled, parts.noise + lost**2 * size, parts.noise)
+    return torch.where(is_cancelled, moving, other), parts._replace(noise=noise)
 
 
 def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:

@@ -211,6 +211,22 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return False
 
 
+def settle_allocator(tensor: Tensor) -> None:
+    """Let glibc keep blocks of a few MB instead of returning them to the system at every free.
+
+    It raises its threshold, for the whole process, when a larger block is freed; without that each
+    temporary of a step on a CPU is faulted in page by page again, which for small matrices costs
+    more than the arithmetic.
+    """
+    if is_cpu(tensor):
+        _settle_allocator()
+
+
+@functools.lru_cache(maxsize=1)
+def _settle_allocator() -> None:
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+
+
 # ---- readers -----------------------------------------------------------------------------------
 
 
@@ -240,7 +256,7 @@ class Reader(ABC):
     """
 
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
-    is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
+    overflowed: bool = False  # a number that was read is not finite: the step is of no use
     steepest: float = math.inf  # the most that eta |X'G| may be where the device has to see to it
     steepness: float = math.inf  # what is known of it
 
@@ -315,7 +331,7 @@ class _Ring:
         self._units: list[tuple[float, ...]] = [()] * _SLOTS
         self._sent = self._arrived = 0
         self._largest = [math.inf] * rows.size(0)
-        self.is_lost = False  # whether a number was not finite, or may have been
+        self.overflowed = False  # whether a number was not finite, or may have been
 
     def fits(self, rows: Tensor) -> bool:
         """Say whether these are as many numbers."""
@@ -334,7 +350,7 @@ class _Ring:
                     self._memory[slot], sound, self._units[slot], strict=True
                 )
             ]
-            self.is_lost |= not sound.all()
+            self.overflowed |= not sound.all()
             self._arrived += 1
         return self._largest
 
@@ -346,7 +362,7 @@ class _Ring:
             self._host[slot].copy_(rows, non_blocking=True)
             self._sent += 1
         else:
-            self.is_lost = True
+            self.overflowed = True
 
 
 class LaggedReader(Reader):
@@ -368,9 +384,9 @@ class LaggedReader(Reader):
     def same(self, name: str, numbers: Tensor) -> float | None:
         for ring in self._rings.values():
             ring.look()
-            if ring.is_lost:
+            if ring.overflowed:
                 self.part()
-                ring.is_lost = False
+                ring.overflowed = False
         if name not in self._kept and self._may_wait:
             number = HostReader.same(_HOST, name, numbers)
             if number is None:

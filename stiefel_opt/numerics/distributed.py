@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from stiefel_opt.numerics.device import address_for
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -29,6 +31,14 @@ def is_sharded(tensor: object) -> TypeIs[DTensor]:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a DTensor, sharing memory; any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def local_address_for(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
+    """Return what tells where the values of tensors like these lie, or those of our parts."""
+    address = address_for(tensors)
+    if not any(map(is_sharded, tensors)):
+        return address
+    return lambda tensor: address(local_part(tensor))
 
 
 def gathered(tensor: Tensor) -> Tensor:

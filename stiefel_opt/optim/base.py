@@ -24,12 +24,12 @@ from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.numerics.device import is_compiling
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
-from stiefel_opt.optim.blocks import Weight
+from stiefel_opt.optim.blocks import ConstrainedParameter
 from stiefel_opt.optim.capture import captures_of, check_wanted, how_stepped
 from stiefel_opt.optim.commit import Correction, Rule, ScaleRule
 from stiefel_opt.optim.group import (
+    DeviceGroup,
     GroupIndex,
-    WeightGroup,
     index_for,
     move_constrained,
     step_all,
@@ -299,8 +299,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     def _count_groups(self) -> None:
         """Divide all groups anew where one was added to, or taken from, ``param_groups`` itself."""
         if len(self._indices) != len(self.param_groups):
-            for weight_group in self.all_constrained():
-                weight_group.views.release()
+            for device_group in self.all_constrained():
+                device_group.views.release()
             self._indices = [None] * len(self.param_groups)
 
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
@@ -327,8 +327,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
             self._admit(index, group, known)
-        for weight_group in earlier.weight_groups if earlier else ():
-            weight_group.views.release()
+        for device_group in earlier.device_groups if earlier else ():
+            device_group.views.release()
         self.records.keep_only([p for each in self.param_groups for p in each["params"]])
         return index
 
@@ -336,7 +336,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
         waiting, form = set(index.waiting).difference(late), self._velocity_form()
         layouts: dict[Any, Shards | None] = {}
-        weights: dict[torch.device, list[Weight]] = {}
+        weights: dict[torch.device, list[ConstrainedParameter]] = {}
         restarted: list[Tensor] = []
         for place, manifold in enumerate(index.readings):
             if manifold is None or place in waiting:
@@ -356,22 +356,20 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             if manifold.learn_scale:  # a checkpoint may have brought another start
                 manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
             together = weights.setdefault(parameter.device, [])
-            weight = Weight(parameter, manifold, state, shards, len(together))
+            weight = ConstrainedParameter(parameter, manifold, state, shards, len(together))
             keep_velocity(weight, index.declared, form)
             complete_state(state, index.declared, parameter, manifold, called, form.known, shards)
             together.append(weight)
-        tally_of = self.records.tally_of
-        index.weight_groups = [
-            WeightGroup(each, [tally_of(w.parameter) for w in each], index.declared)
-            for each in weights.values()
+        index.device_groups = [
+            DeviceGroup(each, self.records, index.declared) for each in weights.values()
         ]
         index.waiting = sorted(waiting)
         checks.warn_of_restarts(restarted, self.param_groups)
-        index.captures = captures_of(index.weight_groups, self.records.of_graphs)
+        index.captures = captures_of(index.device_groups, self.records.of_graphs)
         self._allow_captures(index, group)
 
     def _allow_captures(self, index: GroupIndex, group: Group) -> None:
-        check_wanted(index.weight_groups, group)
+        check_wanted(index.device_groups, group)
         for capture in index.captures:
             if capture is not None:
                 capture.allow(group, is_capturable=self.capturable)
@@ -392,7 +390,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
                 continue
             checks.usable_lr(group["lr"])
             index = index_for(self, place, group)
-            for weights in index.weight_groups:
+            for weights in index.device_groups:
                 ours = list(map(grads.get, weights.parameters))
                 changed = weights.set_gradients(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, weights, changed)
@@ -403,7 +401,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         known = [group["lr"] for group in self.param_groups]
         move_constrained(self, [next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
-    def _refuse(self, group: Group, weights: WeightGroup, changed: list[Tensor]) -> None:
+    def _refuse(self, group: Group, weights: DeviceGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
         if group["nonfinite"] == "raise" and weights.unsafe:
             checks.refuse_nonfinite(weights.parameters[weights.unsafe[0]], self.param_groups)
@@ -430,7 +428,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         """Return the state as torch does, with the reading of each parameter beside it."""
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
-            self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+            self.records.reported = checks.warn_of_skip_counts(self.skipped_steps(), reported)
             for weights in self.all_constrained():  # the host has waited already
                 for batch in weights.batches:
                     batch.lagged.part(may_wait=True)
@@ -541,9 +539,9 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     def _velocity_form(self) -> Form:
         return Form(self.velocity_names, self._known, self.velocity_in, self.state_of_velocity)
 
-    def all_constrained(self) -> list[WeightGroup]:
+    def all_constrained(self) -> list[DeviceGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""
-        return [weights for index in self._indices if index for weights in index.weight_groups]
+        return [weights for index in self._indices if index for weights in index.device_groups]
 
     @override
     def __repr__(self) -> str:

@@ -8,7 +8,6 @@ gradients of one step: blocks without a gradient are left out of a step by an in
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -19,12 +18,17 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.numerics.device import address_for, has_values
-from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.device import (
+    for_device,
+    has_values,
+    is_cpu,
+    settle_allocator,
+)
+from stiefel_opt.numerics.distributed import local_address_for, local_part
 from stiefel_opt.numerics.linalg import Packed, Sums
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, is_declared, key_of
-from stiefel_opt.tags.blocks import as_batch
+from stiefel_opt.tags.blocks import Block, as_batch
 from stiefel_opt.tags.manifold import Stiefel
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
@@ -42,7 +46,7 @@ _FEW_ON_CPU: Final = 2**14
 
 
 @dataclass(eq=False)
-class Weight:
+class ConstrainedParameter:
     """A constrained parameter."""
 
     parameter: Tensor
@@ -90,44 +94,16 @@ class Weight:
         return self.local()
 
 
-@dataclass(eq=False)
-class Block:
-    """One constrained range of a parameter."""
+class StateBlock(Block):
+    """A constrained range of a parameter, which has state; ``value`` is the tensor that moves."""
 
-    weight: Weight
-    index: int  # of the range
-    reading: Stiefel  # of the range by itself
-    wide: bool  # whether the whole matrices are: the shape of our shard does not say it
-    narrow: tuple[int, int, int] | None  # dimension, start and length; None: all of the parameter
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return this range of a tensor like the parameter, as it is stored."""
-        return tensor if self.narrow is None else tensor.narrow(*self.narrow)
-
-    def matrices(self, part: Tensor, *, stacked: bool = False) -> Tensor:
-        """Read the range as tall matrices ``(..., n, m)``, or as our rows of them."""
-        return self.reading.matrices(part, stacked=stacked, wide=self.wide)
-
-    def stored(self, matrices: Tensor, shape: torch.Size, *, stacked: bool = False) -> Tensor:
-        """Undo :meth:`matrices`."""
-        return self.reading.stored(matrices, shape, stacked=stacked, wide=self.wide)
+    def __init__(self, weight: ConstrainedParameter, value: Tensor, index: int) -> None:
+        wide = None if weight.shards is None else weight.shards.wide[index]
+        super().__init__(value, weight.local_manifold, index, weight.place, wide)
+        self.weight = weight
 
 
-def blocks_of(weight: Weight) -> list[Block]:
-    """Return the constrained ranges of a parameter."""
-    value, manifold = weight.moving(), weight.local_manifold
-    dim, blocks = manifold.dims(value.ndim).rows[0], []
-    for index, (part, reading) in enumerate(manifold.blocks(value)):
-        wide = reading.is_wide(part.shape) if weight.shards is None else weight.shards.wide[index]
-        narrow = None
-        if manifold.rows is not None:
-            start, stop = manifold.rows[index]  # type: ignore[misc]
-            narrow = dim, start, stop - start
-        blocks.append(Block(weight, index, reading, wide, narrow))
-    return blocks
-
-
-class Stack:
+class StateStack:
     """Blocks of one shape, dtype, device and reading, and their ``declared`` state.
 
     The state lies in tensors ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as the
@@ -135,15 +111,10 @@ class Stack:
     some matrices of a single block; see :meth:`_divided`.
     """
 
-    def __init__(self, blocks: list[Block], declared: Sequence[State], *, on_cpu: bool) -> None:
+    def __init__(self, blocks: list[StateBlock], value: Tensor, declared: Sequence[State]) -> None:
         first = blocks[0]
-        value = first.weight.moving()
-        if on_cpu:
-            _settle_allocator()
-        self.blocks, self.on_cpu = blocks, on_cpu
-        self.part_shape = first.part(value).shape
-        *lead, n, m = first.matrices(first.part(value)).shape
-        self.lead, self.shape = torch.Size(lead), (n, m)
+        settle_allocator(value)
+        self.blocks, self.reads = blocks, is_cpu(value)
         # of the whole matrices, wherever their rows are
         model = torch.empty(first.weight.parameter.shape, device="meta")
         part, reading = first.weight.manifold.blocks(model)[first.index]
@@ -158,8 +129,8 @@ class Stack:
         }
         self._whole: Tensors = {}
         self._flat = self._pack()
-        self.each = self.lead.numel()  # matrices of a block
-        self.pieces = self._divided(value)
+        self.each = first.lead.numel()  # matrices of a block
+        self.pieces = self._divided(first.part(value))
 
     def state_of(self, rows: slice) -> Tensors:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
@@ -172,10 +143,10 @@ class Stack:
         if self._flat is None or rows != slice(0, count):
             return state
         # processes that share rows must round alike, however many each has
-        is_small = self.sums.are_local and self._flat.numel() <= _FEW_ON_CPU
-        if self.on_cpu and not is_small:
+        few = _FEW_ON_CPU if self.sums.are_local else -1
+        if self._flat.numel() > for_device(self._flat, few, math.inf):
             return state
-        return Packed(self._flat, state, is_kept=self.on_cpu)
+        return Packed(self._flat, state, is_kept=self.reads)
 
     def _pack(self) -> Tensor | None:
         """Join all state, one name behind the other in one tensor where they have one dtype."""
@@ -213,30 +184,31 @@ class Stack:
 
         return kind.part_of(torch.stack(tensors)), show
 
-    def _divided(self, value: Tensor) -> list[tuple[int, int, slice]]:
+    def _divided(self, part: Tensor) -> list[tuple[int, int, slice]]:
         """Divide the stack into batches: some whole blocks, or some matrices of a single block.
 
         Returns: Start and stop of the blocks of each batch, and the slice of matrices in a block.
         """
-        count, everything, part = len(self.blocks), slice(0, self.each), self.blocks[0].part(value)
+        count, everything = len(self.blocks), slice(0, self.each)
         if not self.sums.are_local:  # one sum for all, and as many on every process
             return [(0, count, everything)]
         size = part.numel() * part.element_size()
         if size == 0:
             return []
         if count == 1:
-            length = self._length(size, self.each)
+            length = self._length(part, size, self.each)
             starts = range(0, self.each, length)
             return [(0, 1, slice(low, min(low + length, self.each))) for low in starts]
         length = 1
-        if not self.on_cpu or size < _BYTES_ALONE:
-            length = self._length(count * size, count)
+        if size < for_device(part, _BYTES_ALONE, math.inf):
+            length = self._length(part, count * size, count)
         return [(low, min(low + length, count), everything) for low in range(0, count, length)]
 
-    def _length(self, size: int, count: int) -> int:
+    def _length(self, part: Tensor, size: int, count: int) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
-        pieces = -(-size // (_BYTES_ON_CPU if self.on_cpu else _BYTES_ELSEWHERE))
-        if self.on_cpu and size > _BYTES_WITHOUT_CARE:  # in steps of Adam; joining copies X and G
+        pieces = -(-size // int(for_device(part, _BYTES_ON_CPU, _BYTES_ELSEWHERE)))
+        # in steps of Adam; joining copies X and G
+        if size > for_device(part, _BYTES_WITHOUT_CARE, math.inf):
             is_square, joined = self.row_count == self.column_count, len(self.blocks) > 1
             temporaries = 5 if is_square else 5 + 8 * self.column_count / self.row_count
             temporaries += (3 if is_square else 2) * joined
@@ -254,9 +226,11 @@ def joined(slots: list[tuple[StateDict, str]], shards: Shards | None = None) -> 
     return whole
 
 
-def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
+def join_masters(
+    weights: list[ConstrainedParameter],
+) -> list[tuple[Tensor, list[ConstrainedParameter]]]:
     """Join the masters of parameters that are alike."""
-    kinds: dict[Any, list[Weight]] = {}
+    kinds: dict[Any, list[ConstrainedParameter]] = {}
     for weight in weights:
         if MASTER in weight.state:
             shape = local_part(weight.state[MASTER]).shape
@@ -268,21 +242,21 @@ def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
 
 
 def stacks_of(
-    weights: list[Weight], values: list[Tensor], declared: Sequence[State], *, on_cpu: bool
-) -> list[Stack]:
+    weights: list[ConstrainedParameter], values: list[Tensor], declared: Sequence[State]
+) -> list[StateStack]:
     """Stack the blocks of parameters; ``values`` are the tensors that move."""
-    kinds: dict[Any, list[Block]] = {}
+    kinds: dict[Any, list[StateBlock]] = {}
     for weight, value in zip(weights, values, strict=True):
-        for block in blocks_of(weight):
-            shape, layout = block.part(value).shape, id(weight.shards)
-            key = shape, block.reading, block.wide, value.dtype, layout
+        for index, part in enumerate(weight.local_manifold.parts(value)):
+            block = StateBlock(weight, value, index)
+            key = part.shape, block.reading, block.wide, value.dtype, id(weight.shards)
             kinds.setdefault(key, []).append(block)
-    return [Stack(blocks, declared, on_cpu=on_cpu) for blocks in kinds.values()]
+    return [StateStack(blocks, values[blocks[0].place], declared) for blocks in kinds.values()]
 
 
 def plain_rows_of(
-    weights: list[Weight], values: list[Tensor]
-) -> list[tuple[Weight, list[StateDict]]]:
+    weights: list[ConstrainedParameter], values: list[Tensor]
+) -> list[tuple[ConstrainedParameter, list[StateDict]]]:
     """Return the parameters with plain rows, and torch's state of each of their ranges."""
     pairs = []
     for weight, value in zip(weights, values, strict=True):
@@ -297,7 +271,7 @@ def plain_rows_of(
 
 
 def move_rows(
-    moving: list[tuple[Weight, list[StateDict]]],
+    moving: list[tuple[ConstrainedParameter, list[StateDict]]],
     all_grads: Sequence[Tensor | None],
     values: Sequence[Tensor],
     verdicts: Tensor | None,
@@ -359,7 +333,7 @@ class StateViews:
     """
 
     def __init__(
-        self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
+        self, weights: list[ConstrainedParameter], names: Container[str], forget: Callable[[], None]
     ) -> None:
         self.slots = [
             (weight.state, key)
@@ -369,10 +343,7 @@ class StateViews:
         ]
         views = [state[key] for state, key in self.slots]
         self.ids = list(map(id, views))
-        self.address = address_for(views)
-        if any(weight.shards is not None for weight in weights):
-            of_local = self.address
-            self.address = lambda view: of_local(local_part(view))
+        self.address = local_address_for(views)
         self.memory = list(map(self.address, views))
         method = weakref.WeakMethod(forget)
 
@@ -388,14 +359,3 @@ class StateViews:
             is_ours = not key.startswith(ROWS) and key in state  # rows have no views
             if is_ours and state[key] is view():
                 state[key] = state[key].clone()
-
-
-@functools.lru_cache(maxsize=1)
-def _settle_allocator() -> None:
-    """Let glibc keep blocks of a few MB instead of returning them to the system at every free.
-
-    It raises its threshold, for the whole process, when a larger block is freed; without that each
-    temporary of a step is faulted in page by page again, which for small matrices costs more than
-    the arithmetic.
-    """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)

@@ -29,7 +29,7 @@ from stiefel_opt.numerics.device import (
 )
 from stiefel_opt.optim.blocks import move_rows
 from stiefel_opt.optim.commit import LastStep, StepOptions
-from stiefel_opt.optim.group import _CORRECTION_PERIOD, WeightGroup
+from stiefel_opt.optim.group import _CORRECTION_PERIOD, DeviceGroup
 from stiefel_opt.optim.torch_rules import Group
 
 # What ``cuda_graph=None`` means: True in a version that `benchmarks.speed.step_time_gpu` has passed
@@ -66,7 +66,7 @@ class Capture:
         shared: What all captures of an optimizer share: memory for temporaries.
     """
 
-    def __init__(self, weights: WeightGroup, make: type[Recorder], shared: dict[Any, Any]) -> None:
+    def __init__(self, weights: DeviceGroup, make: type[Recorder], shared: dict[Any, Any]) -> None:
         self._weights, self._make, self._shared = weights, make, shared
         size = sum(weight.parameter.nbytes for weight in weights.weights)
         self._is_large = _MEMORY * size > _MOST_BYTES
@@ -122,9 +122,9 @@ class Capture:
             return "a compiler has traced it"
         if weights._changed:
             return "somebody else has written to a weight"
-        if len(weights._staying) == len(weights.parameters):
+        if len(weights._skipped) == len(weights.parameters):
             return "no weight has a gradient"
-        if weights._staying and options.nonfinite == "ignore":
+        if weights._skipped and options.nonfinite == "ignore":
             return "a gradient is missing, and nonfinite='ignore'"
         if self._make.is_busy():
             return "somebody else captures it"
@@ -133,7 +133,7 @@ class Capture:
     # ---- the step ------------------------------------------------------------------------------
 
     def step(self, options: StepOptions) -> list[Tensor]:
-        """Take a step as :meth:`WeightGroup.step`."""
+        """Take a step as :meth:`DeviceGroup.step`."""
         weights, lr = self._weights, options.lr
         self._why_eager = self._refusal or self._failure or self._obstacle_now(options)
         if self._why_eager is not None:
@@ -143,13 +143,13 @@ class Capture:
         key = self._key()
         found = next((plan for plan in self._plans if plan.serves(key, host_lr)), None)
         is_new = found is None or found.replay is None
-        if weights._staying and is_new:  # torch would count a write to every weight
+        if weights._skipped and is_new:  # torch would count a write to every weight
             self._why_eager = "a gradient is missing in a step that is not captured yet"
             return weights.step(options)
         if weights.rows:  # by torch, before a step of the others
             weights._judge(options.nonfinite)
             values = [weight.moving() for weight in weights.weights]
-            own = [pair for pair in weights.rows if pair[0].place not in weights._staying]
+            own = [pair for pair in weights.rows if pair[0].place not in weights._skipped]
             move_rows(own, weights._grads, values, weights._ok, weights.reads, options.move_rows)
         number = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
@@ -177,7 +177,7 @@ class Capture:
         is_due = any(
             batch.begun + 1 - corrected >= _CORRECTION_PERIOD
             for batch, corrected in zip(weights.batches, self._corrected, strict=True)
-            if not weights._staying.issuperset(batch.places)
+            if not weights._skipped.issuperset(batch.places)
         )
         return self._bound, is_due
 
@@ -197,8 +197,8 @@ class Capture:
         pairs = zip(self._grads, weights._grads, strict=True)
         given = [(own, grad) for own, grad in pairs if grad is not None]
         torch._foreach_copy_([own for own, _ in given], [grad for _, grad in given])
-        if weights._staying:
-            for place in weights._staying:
+        if weights._skipped:
+            for place in weights._skipped:
                 self._grads[place].fill_(math.nan)
         return self._recorder.number
 
@@ -241,14 +241,14 @@ class Capture:
 
 
 def _step_for_all(
-    weights: WeightGroup,
+    weights: DeviceGroup,
     grads: Sequence[Tensor],
     is_due: bool,
     readers: Sequence[LaggedReader],
     options: StepOptions,
 ) -> None:
     """Take a step of all weights with these gradients."""
-    weights._grads, weights._staying = list(grads), set()
+    weights._grads, weights._skipped = list(grads), set()
     weights.is_due, weights.is_judged = is_due, options.nonfinite == "ignore"
     earlier = [batch.lagged for batch in weights.batches]
     try:
@@ -262,29 +262,29 @@ def _step_for_all(
 
 
 def _note_repeated(
-    weights: WeightGroup, last: Sequence[LastStep | None], *, is_written: bool
+    weights: DeviceGroup, last: Sequence[LastStep | None], *, is_written: bool
 ) -> None:
     """Keep account of a step that a graph has taken, which leaves no trace on the host."""
     for batch, each in zip(weights.batches, last, strict=True):
         batch.last = each
-        batch.begun += not weights._staying.issuperset(batch.places)
+        batch.begun += not weights._skipped.issuperset(batch.places)
     if is_written:
-        moved = set(range(len(weights.parameters))) - weights._staying
+        moved = set(range(len(weights.parameters))) - weights._skipped
         torch.autograd.graph.increment_version([weights.parameters[place] for place in moved])
         weights._remember_what_was_written(moved)
-    if weights._staying:  # no gradient is not one that is not finite
-        weights.skipped[weights._at(sorted(weights._staying))] -= 1
+    if weights._skipped:  # no gradient is not one that is not finite
+        weights.skips[weights._at(sorted(weights._skipped))] -= 1
     weights._grads = []
 
 
-def captures_of(groups: list[WeightGroup], shared: dict[Any, Any]) -> list[Capture | None]:
+def captures_of(groups: list[DeviceGroup], shared: dict[Any, Any]) -> list[Capture | None]:
     """Return who captures the steps of each; None: nobody can on their device."""
     makes = [recorder_for(weights.steps) for weights in groups]
     pairs = zip(groups, makes, strict=True)
     return [None if make is None else Capture(weights, make, shared) for weights, make in pairs]
 
 
-def obstacle(weights: WeightGroup) -> str | None:
+def obstacle(weights: DeviceGroup) -> str | None:
     """Return why no step of these weights can be captured."""
     if recorder_for(weights.steps) is None:
         return f"there are no CUDA graphs on the device of its weights, {weights.steps.device}"
@@ -295,7 +295,7 @@ def obstacle(weights: WeightGroup) -> str | None:
     return None
 
 
-def check_wanted(groups: list[WeightGroup], group: Group) -> None:
+def check_wanted(groups: list[DeviceGroup], group: Group) -> None:
     """Raise for ``cuda_graph=True`` where no step of some weights can be captured."""
     for weights in groups if group["cuda_graph"] else ():
         if (reason := obstacle(weights)) is not None:

@@ -548,11 +548,11 @@ def warn_of_restarts(parameters: Sequence[Tensor], groups: list[Group]) -> None:
         )
 
 
-def warn_of_tallies(tallies: Mapping[str, int], reported: int) -> int:
+def warn_of_skip_counts(skip_counts: Mapping[str, int], reported: int) -> int:
     """Say which parameters missed steps if more did than ``reported``; return their number."""
-    total = sum(tallies.values())
+    total = sum(skip_counts.values())
     if total > reported:
-        _warn(", ".join(f"{name} ({count} steps)" for name, count in tallies.items()))
+        _warn(", ".join(f"{name} ({count} steps)" for name, count in skip_counts.items()))
     return total
 
 

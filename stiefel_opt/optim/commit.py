@@ -50,7 +50,7 @@ from stiefel_opt.numerics.linalg import (
     are_finite,
     largest_stretch,
 )
-from stiefel_opt.optim.blocks import Stack
+from stiefel_opt.optim.blocks import StateStack
 from stiefel_opt.optim.moves import (
     check_move,
     is_foreign,
@@ -160,19 +160,19 @@ class Batch:
     ``share``.
     """
 
-    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
+    def __init__(self, stack: StateStack, start: int, stop: int, share: slice) -> None:
         self.blocks = stack.blocks[start:stop]
-        self.places = [block.weight.place for block in self.blocks]
+        self.places = [block.place for block in self.blocks]
         self.sums, self.row_count, self.declared = stack.sums, stack.row_count, stack.declared
         self.each = share.stop - share.start  # matrices of a block
         low = start * stack.each + share.start
         count = (stop - start - 1) * stack.each + self.each
         self.state = stack.state_of(slice(low, low + count))  # views
-        self.scale = self.blocks[0].reading.scale  # of a learned one the start
-        self.learns_scale = self.blocks[0].reading.learn_scale
-        self.determinant = self.blocks[0].reading.determinant
+        first, reading = self.blocks[0], self.blocks[0].reading
+        self.scale, self.learns_scale = reading.scale, reading.learn_scale
+        self.determinant = reading.determinant
         # readers of numbers, on a CPU and elsewhere
-        self.now, self.lagged = HostReader() if stack.on_cpu else None, LaggedReader()
+        self.now, self.lagged = HostReader() if stack.reads else None, LaggedReader()
         self.is_new = True  # nobody has looked at what the rule returns
         self.is_joint = False  # its group judges the gradients
         self.bounded_by: Any = None  # the rule whose steps judge the gradients
@@ -180,13 +180,13 @@ class Batch:
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
         self.begun = 0  # steps that were begun
-        self._lead, self._part_shape = stack.lead, stack.part_shape
+        self._lead, self._part_shape = first.lead, first.part_shape
         # shape of the matrices of several blocks, as they lie in memory one behind the other
-        shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
-        in_order = self.blocks[0].reading.is_in_order(len(stack.part_shape))
+        shape = first.shape[::-1] if first.wide else first.shape
+        in_order = first.reading.is_in_order(len(first.part_shape))
         self._stored_shape = shape if in_order else None
         self._share = None if share == slice(0, stack.each) else share
-        self._in_parts = any(block.narrow is not None for block in self.blocks)
+        self._in_parts = not all(block.is_all for block in self.blocks)
         self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
 
     def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
@@ -334,7 +334,7 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     stored = batch.read(task.tensors, chosen)
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
-    reader.is_lost = False
+    reader.overflowed = False
     if not reader.is_exact:
         reader = _with_limit(reader, stored.dtype, batch.row_count)
     grad = batch.read(task.grads, chosen)
@@ -449,7 +449,7 @@ def _new_point(
         warn_if_off(rule, new_X)
     overflowed = None
     # on an accelerator the flows of this package saturate and are not looked at
-    is_known = isinstance(length, Length) and length.limit < math.inf and not reader.is_lost
+    is_known = isinstance(length, Length) and length.limit < math.inf and not reader.overflowed
     if nonfinite != "ignore" and not is_known:
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.numerics.device import (
-    address_for,
     exact_products,
     has_values,
     index_on,
@@ -27,12 +26,12 @@ from stiefel_opt.numerics.device import (
     reader_for,
     working_dtype,
 )
-from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.distributed import local_address_for, local_part
 from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.blocks import (
+    ConstrainedParameter,
     StateViews,
-    Weight,
     join_masters,
     joined,
     move_rows,
@@ -47,11 +46,10 @@ from stiefel_opt.optim.commit import (
     Task,
     take_step,
 )
-from stiefel_opt.optim.records import gained_by
+from stiefel_opt.optim.records import Records, gained_by
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import (
     State,
-    StateDict,
     follow_,
 )
 from stiefel_opt.optim.torch_rules import Group, step_rows
@@ -105,7 +103,7 @@ def _prepare(optimizer: Any, place: int, group: Group) -> list[Tensor]:
     if type(lr := group["lr"]) is not float or not abs(lr) <= checks.LARGEST_LR:
         checks.usable_lr(lr)
     index = index_for(optimizer, place, group)
-    for weights in index.weight_groups:
+    for weights in index.device_groups:
         grads = list(map(_GRAD, weights.parameters))
         if not weights.check_gradients(grads, optimizer.param_groups):
             optimizer._renew(place, group)
@@ -125,10 +123,10 @@ def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
         if index.options.lr is not lr:
             index.options = index.options._replace(lr=checks.usable_lr(lr))
         options = index.options
-        if any(map(_ROWS, index.weight_groups)):  # not kept: it may hold the optimizer
+        if any(map(_ROWS, index.device_groups)):  # not kept: it may hold the optimizer
             rule_of_rows = partial(step_rows, optimizer._step_plain, group)
             options = options._replace(move_rows=rule_of_rows)
-        for weights, capture in zip(index.weight_groups, index.captures, strict=True):
+        for weights, capture in zip(index.device_groups, index.captures, strict=True):
             with exact_products(weights.steps):
                 turning = (capture or weights).step(options)
             if weights.unsafe or weights.overflowed:
@@ -152,7 +150,7 @@ class GroupIndex:
     def __init__(self, optimizer: Any, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = list(map(getattr, self._params, _TAG, _NONE))
-        self.weight_groups: list[WeightGroup] = []
+        self.device_groups: list[DeviceGroup] = []
         self.captures: list[Any] = []
         self._stiefel = group["stiefel"]
         mark_unconstrained(self._params, self._stiefel is False)
@@ -190,7 +188,7 @@ class GroupIndex:
         ):
             return False
         states = itertools.repeat(optimizer.state)
-        return all(map(WeightGroup.is_intact, self.weight_groups, states))
+        return all(map(DeviceGroup.is_intact, self.device_groups, states))
 
     def plain_with_gradient(self, optimizer: Any, group: Group) -> list[Tensor]:
         """Return the plain parameters that move; raise for gradients that cannot be used."""
@@ -204,31 +202,33 @@ class GroupIndex:
         return plain
 
 
-class WeightGroup:
+class DeviceGroup:
     """The constrained parameters of a group on one device that have had a gradient.
 
-    The tensors in their state and in their tallies are replaced by views.
+    The tensors in their state and in the counts of their skipped steps are replaced by views.
     """
 
     def __init__(
-        self, weights: list[Weight], tallies: list[StateDict], declared: Sequence[State]
+        self, weights: list[ConstrainedParameter], records: Records, declared: Sequence[State]
     ) -> None:
+        skip_counts = [records.skip_counts_of(weight.parameter) for weight in weights]
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
         self._states = [weight.state for weight in weights]
-        self._address = address_for(self.parameters)
+        self.is_shared = any(weight.shards is not None for weight in weights)
+        self._version: Any = _version_with_local if self.is_shared else _VERSION
+        self._address = local_address_for(self.parameters)
         counters = [(weight.state, "step") for weight in weights]
-        counters += [(tally, "skipped") for tally in tallies]
+        counters += [(counts, "skipped") for counts in skip_counts]
         self._counts = joined(counters).view(2, -1)
-        self.steps, self.skipped = self._counts
+        self.steps, self.skips = self._counts
         self.reads = is_cpu(self.steps)
         self._everywhere, self._all = list(range(len(weights))), set(range(len(weights)))
-        self._unreported = joined([(tally, "unreported") for tally in tallies])
+        self._pending_overflows = joined([(counts, "pending_overflows") for counts in skip_counts])
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
-        self.is_shared = any(weight.shards is not None for weight in weights)
         values = [weight.moving() for weight in weights]
-        stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
+        stacks = stacks_of(weights, values, declared)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
         self.rows = plain_rows_of(weights, values)
         # what moves, if it is the parameters; masters and shards are looked up in every step
@@ -236,9 +236,9 @@ class WeightGroup:
         self._joint = self._find_joint()
         self._is_forgotten = False
         self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
-        # the step under way: gradients, places of weights that stay, and a mask of those that move
+        # the step under way: gradients, places of skipped weights, a mask of those that move
         self._grads: list[Tensor | None] = []
-        self._staying: set[int] = set()
+        self._skipped: set[int] = set()
         self._ok: Tensor | None = None
         self.is_judged, self.is_traced = True, False
         self.is_due: bool | None = None  # whether a captured step removes rounding
@@ -264,7 +264,7 @@ class WeightGroup:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that a step writes except parameters, without duplicates."""
-        changed = [self._counts, self._unreported]
+        changed = [self._counts, self._pending_overflows]
         changed += [whole for whole, _ in self.masters]
         for batch in self.batches:
             state = batch.state
@@ -336,7 +336,7 @@ class WeightGroup:
 
         Returns: The parameters written to from outside; writes of a compiled graph are ignored.
         """
-        self._grads, self._staying, self._changed = grads, set(), set()
+        self._grads, self._skipped, self._changed = grads, set(), set()
         self.unsafe, self.overflowed, self._ok = [], [], None
         self.is_traced = in_graph
         if self.is_shared:
@@ -345,7 +345,7 @@ class WeightGroup:
                 for weight, grad in zip(self.weights, grads, strict=True)
             ]
         if not all(map(operator.is_not, grads, _NONE)):
-            self._staying = {place for place, grad in enumerate(grads) if grad is None}
+            self._skipped = {place for place, grad in enumerate(grads) if grad is None}
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
@@ -359,21 +359,11 @@ class WeightGroup:
             self._judge(nonfinite)
         if not self._changed:
             return []
-        return [self.parameters[place] for place in sorted(self._changed - self._staying)]
+        return [self.parameters[place] for place in sorted(self._changed - self._skipped)]
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        if not self.is_shared:
-            return list(map(_VERSION, self.parameters)), list(map(self._address, self.parameters))
-        return self._versions(), list(map(self._address, map(local_part, self.parameters)))
-
-    def _versions(self) -> list[int]:
-        """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
-        own = list(map(_VERSION, self.parameters))
-        if not self.is_shared:
-            return own
-        local = map(_VERSION, map(local_part, self.parameters))
-        return list(map(operator.add, own, local))
+        return list(map(self._version, self.parameters)), list(map(self._address, self.parameters))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
@@ -382,7 +372,7 @@ class WeightGroup:
             if not self._joint:
                 return
             places = self._joint
-        present = [place for place in places if place not in self._staying]
+        present = [place for place in places if place not in self._skipped]
         ok = torch.ones(len(self.weights), dtype=torch.bool, device=self.steps.device)
         kinds: dict[torch.dtype, list[int]] = {}
         if nonfinite != "ignore":
@@ -398,20 +388,20 @@ class WeightGroup:
             self._ok = ok if nonfinite == "skip" else None
         if self.reads or nonfinite == "raise":
             self.unsafe = [place for place in present if not ok[place]] if not ok.all() else []
-            self._staying.update(self.unsafe)
+            self._skipped.update(self.unsafe)
 
     def _agreed(self, ok: Tensor) -> Tensor:
         """All-reduce (MIN) three flags over processes: safe, not written to, no overflow before."""
-        present = [place for place in range(len(self.weights)) if place not in self._staying]
+        present = [place for place in range(len(self.weights)) if place not in self._skipped]
         for shards, places in self._layouts(present):
             same = torch.tensor([place not in self._changed for place in places], device=ok.device)
-            flags = torch.cat([ok[places], same, self._unreported[places] == 0])
+            flags = torch.cat([ok[places], same, self._pending_overflows[places] == 0])
             ok[places], same, sound = shards.agree(flags).tensor_split(3)
             self._changed.update(itertools.compress(places, (~same).tolist()))
             self.overflowed += itertools.compress(places, (~sound).tolist())
         if self.overflowed:
-            self.skipped[self.overflowed] += 1
-            self._unreported[self.overflowed] = 0
+            self.skips[self.overflowed] += 1
+            self._pending_overflows[self.overflowed] = 0
         return ok
 
     # ---- the step ------------------------------------------------------------------------------
@@ -420,8 +410,8 @@ class WeightGroup:
         """Move the parameters that have a gradient, count the step; return who always turns far."""
         for batch in self.batches:
             batch.last = None
-        if len(self._staying) == len(self.weights):
-            self.skipped[self.unsafe] += 1
+        if len(self._skipped) == len(self.weights):
+            self.skips[self.unsafe] += 1
             self._grads = []
             return []
         if not self.is_judged:  # nobody reads the verdict before the step
@@ -446,14 +436,14 @@ class WeightGroup:
                     continue
                 unsafe, overflowed = take_step(task)
                 self.unsafe += unsafe
-                self._staying.update(unsafe)
+                self._skipped.update(unsafe)
                 if overflowed is not None:
                     overflows.append((task.places, overflowed))
                 if batch.long_steps == MANY_STEPS:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
             if self.rows and self.is_due is None:
-                own = [pair for pair in self.rows if pair[0].place not in self._staying]
+                own = [pair for pair in self.rows if pair[0].place not in self._skipped]
                 move_rows(own, self._grads, values, self._ok, self.reads, options.move_rows)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
@@ -476,8 +466,8 @@ class WeightGroup:
     ) -> Task | None:
         """Return the step of a batch; None if none of its weights moves."""
         places, chosen, grads = batch.places, None, self._grads
-        if self._staying and not self._staying.isdisjoint(places):
-            chosen = [i for i, place in enumerate(places) if place not in self._staying]
+        if self._skipped and not self._skipped.isdisjoint(places):
+            chosen = [i for i, place in enumerate(places) if place not in self._skipped]
             places = [places[i] for i in chosen]
             if not chosen:
                 return None
@@ -500,21 +490,21 @@ class WeightGroup:
 
     def _count(self, overflows: list[tuple[list[int], Tensor]], nonfinite: str) -> None:
         """Count overflows; those of weights that processes share are reported by the next step."""
-        counts = torch.zeros_like(self.skipped)
+        counts = torch.zeros_like(self.skips)
         for places, mask in overflows:
             lost = mask.view(len(places), -1).sum(dim=1)
             counts.index_add_(0, self._at(places), lost.to(counts))
         some = counts > 0
-        self._unreported += some & ~self._local
-        self.skipped += some & self._local
+        self._pending_overflows += some & ~self._local
+        self.skips += some & self._local
         if self.reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
 
     def _finish(self, values: list[Tensor], done: Moved, is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
         moved = self._all
-        if self._staying or None not in done:
-            moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._staying
+        if self._skipped or None not in done:
+            moved = set(itertools.chain(*(places for places, _ in done.values()))) - self._skipped
         if None not in done:  # interrupted: what matrices have in common is to be read again
             for batch in self.batches:
                 batch.lagged.part(may_wait=True)
@@ -540,7 +530,7 @@ class WeightGroup:
                 torch._foreach_copy_([w.parameter for w in members], list(whole.unbind()))
         if self.is_shared:
             for weight, value in zip(self.weights, values, strict=False):
-                if weight.shards is not None and weight.place not in self._staying:
+                if weight.shards is not None and weight.place not in self._skipped:
                     weight.shards.write(weight.parameter, value)
         if isinstance(counts, float):
             self.steps.fill_(counts)
@@ -549,23 +539,23 @@ class WeightGroup:
 
     def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
-        earlier, self._seen = self._seen, (self._versions(), self._now[1])
+        earlier, self._seen = self._seen, (list(map(self._version, self.parameters)), self._now[1])
         if moved is self._all and not (self._changed and gained is not None):
             return
-        self._seen, staying = (self._seen[0], list(self._seen[1])), self._staying
+        self._seen, skipped = (self._seen[0], list(self._seen[1])), self._skipped
         if len(moved) < len(self.weights):
-            staying = staying | set(range(len(self.weights))).difference(moved)
+            skipped = skipped | set(range(len(self.weights))).difference(moved)
         # the look has waited already
         if gained is not None and self._changed and has_values(gained):
             taken = gained[0].tolist()
-            staying = staying | {place for place in self._changed if not taken[place]}
-        for place in staying:
+            skipped = skipped | {place for place in self._changed if not taken[place]}
+        for place in skipped:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
 
 
 def _number(
-    weights: WeightGroup, batch: Batch, places: list[int], rule: Any
+    weights: DeviceGroup, batch: Batch, places: list[int], rule: Any
 ) -> tuple[float | Tensor, bool]:
     """Return the number of this step for a batch, and whether rounding is to be removed.
 
@@ -593,7 +583,7 @@ def _number(
     return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
 
 
-def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
+def _counted(weights: DeviceGroup, moved: set[int]) -> Tensor | float:
     """Return the counts of steps, taken and skipped, after this one."""
     numbers = weights._numbers
     if isinstance(numbers, float) and len(moved) == len(weights.weights):
@@ -607,6 +597,11 @@ def _counted(weights: WeightGroup, moved: set[int]) -> Tensor | float:
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
     return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
+
+
+def _version_with_local(parameter: Tensor) -> int:
+    """Return a version: an operation on a DTensor counts there, or at its local tensor."""
+    return parameter._version + local_part(parameter)._version
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:

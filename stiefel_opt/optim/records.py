@@ -17,7 +17,7 @@ from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import recalled
 
 # Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
-TALLIES: Final = ("skipped", "unreported")
+_SKIP_COUNTS: Final = ("skipped", "pending_overflows")
 
 
 class Records:
@@ -35,7 +35,7 @@ class Records:
         self.reported = 0
         self.of_graphs: dict[Any, Any] = {}
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
-        self._tallies: dict[Tensor, StateDict] = {}  # views on counts
+        self._skip_counts: dict[Tensor, StateDict] = {}  # views on counts
 
     def recall(self, parameters: list[Tensor]) -> bool:
         """Remember the tags, and put back one that is lost; return whether one is new."""
@@ -62,30 +62,29 @@ class Records:
             return False
         return manifold is not None and restart(states.get(parameter, {}), earlier, declared)
 
-    def tally_of(self, parameter: Tensor) -> StateDict:
+    def skip_counts_of(self, parameter: Tensor) -> StateDict:
         """Return the counts of a parameter, on its device."""
         none = torch.zeros((), dtype=torch.int64, device=parameter.device)
-        tally = self._tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
-        tally.update({name: count.to(parameter.device) for name, count in tally.items()})
-        return tally
+        counts = self._skip_counts.setdefault(parameter, dict.fromkeys(_SKIP_COUNTS, none))
+        counts.update({name: count.to(parameter.device) for name, count in counts.items()})
+        return counts
 
     def skipped(self) -> dict[Tensor, int]:
         """Return how many steps each parameter has missed; one read of each device."""
-        devices: dict[torch.device, list[Tensor]] = {}
-        for parameter, tally in self._tallies.items():
-            if not has_values(tally["skipped"]):
-                continue
-            devices.setdefault(tally["skipped"].device, []).append(parameter)
-        counts: dict[Tensor, int] = {}
-        for parameters in devices.values():
-            tallies = torch.stack([self._tallies[parameter]["skipped"] for parameter in parameters])
-            counts |= zip(parameters, tallies.tolist(), strict=True)
-        return {parameter: int(count) for parameter, count in counts.items() if count}
+        devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for parameter, counts in self._skip_counts.items():
+            if has_values(count := counts["skipped"]):
+                devices.setdefault(count.device, []).append((parameter, count))
+        skipped: dict[Tensor, int] = {}
+        for pairs in devices.values():
+            parameters, numbers = zip(*pairs, strict=True)
+            skipped |= zip(parameters, map(int, torch.stack(numbers).tolist()), strict=True)
+        return {parameter: count for parameter, count in skipped.items() if count}
 
     def keep_only(self, parameters: list[Tensor]) -> None:
         """Forget every other parameter."""
         alive = {id(parameter) for parameter in parameters}
-        for records in (self._tallies, self._tags, self.made_by):
+        for records in (self._skip_counts, self._tags, self.made_by):
             for parameter in [p for p in records if id(p) not in alive]:
                 del records[parameter]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.optim.group import WeightGroup
+from stiefel_opt.optim.group import DeviceGroup
 from stiefel_opt.optim.torch_rules import Group
 
 # Every optimizer of the package by its number; their class imports this file.
@@ -45,7 +45,7 @@ def beside(step: Callable[[], None]) -> None:
     disable(step, reason="a step of sharded weights sends sums to other processes")()
 
 
-def in_graph(handle: int, weight_groups: list[WeightGroup], groups: list[Group]) -> None:
+def in_graph(handle: int, device_groups: list[DeviceGroup], groups: list[Group]) -> None:
     """Put the step of all constrained parameters into the graph that is being traced.
 
     Learning rates of ``groups`` that are tensors are read where the graph has them.
@@ -54,7 +54,7 @@ def in_graph(handle: int, weight_groups: list[WeightGroup], groups: list[Group])
     state: list[Tensor] = []
     grads: list[Tensor] = []
     places: list[int] = []
-    for weights in weight_groups:
+    for weights in device_groups:
         for parameter in weights.parameters:
             if parameter.grad is not None:
                 places.append(len(parameters))
@@ -78,10 +78,10 @@ def _step(
     handle: int,
 ) -> None:
     optimizer = _OPTIMIZERS[handle]
-    weight_groups: list[WeightGroup] = optimizer.all_constrained()
-    owned = [parameter for each in weight_groups for parameter in each.parameters]
+    device_groups: list[DeviceGroup] = optimizer.all_constrained()
+    owned = [parameter for each in device_groups for parameter in each.parameters]
     real = [parameter.detach() for parameter in owned]
-    real += [tensor for each in weight_groups for tensor in each.tensors()]
+    real += [tensor for each in device_groups for tensor in each.tensors()]
     copies = [
         (own, given)
         for own, given in zip(real, [*parameters, *state], strict=False)

@@ -12,7 +12,7 @@ from stiefel_opt.errors import fail
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.numerics.distributed import gathered, is_sharded
 from stiefel_opt.numerics.linalg import skew as skew_part
-from stiefel_opt.optim.blocks import Weight
+from stiefel_opt.optim.blocks import ConstrainedParameter
 from stiefel_opt.optim.checks import reading
 from stiefel_opt.optim.state import State, StateDict, complete_state, key_of, point_of
 from stiefel_opt.optim.torch_rules import Group
@@ -113,7 +113,7 @@ def set_velocity_(
 
 
 @torch.no_grad()
-def keep_velocity(weight: Weight, declared: tuple[State, ...], form: Form) -> None:
+def keep_velocity(weight: ConstrainedParameter, declared: tuple[State, ...], form: Form) -> None:
     """Turn momentum that other options have left into that of these options."""
     state, wanted = weight.state, {declaration.name for declaration in declared}
     if not wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,59 +13,94 @@ from stiefel_opt.tags.manifold import Stiefel
 
 
 class Block:
-    """A constrained range of one of several tensors: ``count`` matrices, ``(k, n, m)``."""
+    """One constrained range of one of several tensors.
 
-    def __init__(self, place: int, tensor: Tensor, reading: Stiefel, index: int) -> None:
-        self.place = place  # of the tensor among the others
-        self.is_all = reading.rows is None  # the range is the whole tensor
-        self._reading, self._index = reading, index
-        part = self._part(tensor)
-        matrices = reading.matrices(part, index)
-        self._stored, self._shape = part.shape, matrices.shape
-        self.count = math.prod(self._shape[:-2])
-        # Reading takes several calls: the view on this very tensor is kept, where strides allow it.
-        self._view = as_batch(matrices)
-        self._viewed = tensor if shares_memory(self._view, tensor) else None
+    Args:
+        tensor: One like those that are read later.
+        manifold: The reading of all of it.
+        index: Of the range.
+        place: Of the tensor among the others.
+        wide: Whether the whole matrices are wide, which the shape of a shard does not say.
+
+    Attributes:
+        reading: Of the range by itself.
+        is_all: Whether the range is the whole tensor.
+        part_shape: Of the range as it is stored.
+        lead, shape: Of its matrices, ``(*lead, n, m)``.
+    """
+
+    def __init__(
+        self, tensor: Tensor, manifold: Stiefel, index: int, place: int, wide: bool | None = None
+    ) -> None:
+        self.place, self.index, self.is_all = place, index, manifold.rows is None
+        part, self.reading = manifold.blocks(tensor)[index]
+        self.wide = self.reading.is_wide(part.shape) if wide is None else wide
+        if not self.is_all:
+            start, stop = manifold.rows[index]  # type: ignore[index, misc]
+            self._narrow = manifold.dims(tensor.ndim).rows[0], start, stop - start
+        self.part_shape = part.shape
+        *lead, n, m = self.matrices(part).shape
+        self.lead, self.shape = torch.Size(lead), (n, m)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this range of a tensor, as it is stored."""
+        return tensor if self.is_all else tensor.narrow(*self._narrow)
+
+    def matrices(self, part: Tensor, *, stacked: bool = False) -> Tensor:
+        """Read the range as tall matrices ``(..., n, m)``, or as our rows of them."""
+        return self.reading.matrices(part, stacked=stacked, wide=self.wide)
+
+    def stored(self, matrices: Tensor, shape: torch.Size, *, stacked: bool = False) -> Tensor:
+        """Undo :meth:`matrices`."""
+        return self.reading.stored(matrices, shape, stacked=stacked, wide=self.wide)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the matrices of a tensor like the one that it was made of, perhaps as a view."""
-        if tensor is self._viewed:
-            return self._view
-        return as_batch(self._reading.matrices(self._part(tensor), self._index))
+        """Return the matrices ``(k, n, m)`` of a tensor: a view where strides allow."""
+        return as_batch(self.matrices(self.part(tensor)))
 
-    def stored(self, matrices: Tensor) -> Tensor:
+    def as_stored(self, matrices: Tensor) -> Tensor:
         """Undo :meth:`read`, for the range."""
-        return self._reading.stored(matrices.reshape(self._shape), self._stored, self._index)
+        return self.stored(matrices.reshape(*self.lead, *self.shape), self.part_shape)
 
     def write(self, tensor: Tensor, matrices: Tensor) -> None:
-        """Write matrices into a tensor like the one that it was made of."""
-        if tensor is self._viewed:
-            self._view.copy_(matrices)
-        else:
-            self._part(tensor).copy_(self.stored(matrices))
-
-    def _part(self, tensor: Tensor) -> Tensor:
-        return tensor if self.is_all else self._reading.parts(tensor)[self._index]
+        """Write matrices ``(k, n, m)`` into a tensor."""
+        self.part(tensor).copy_(self.as_stored(matrices))
 
 
 class Stack:
-    """Blocks of equal shape, dtype, device, determinant and scale."""
+    """Blocks of ``tensors`` of equal shape, dtype, device, determinant and scale."""
 
-    def __init__(self, blocks: list[Block], determinant: int | None, scale: float) -> None:
-        self.blocks, self.determinant, self.scale = blocks, determinant, scale
+    def __init__(self, blocks: list[Block], tensors: Sequence[Tensor]) -> None:
+        self.blocks, reading = blocks, blocks[0].reading
+        self.determinant, self.scale = reading.determinant, reading.scale
+        # Reading takes several calls: views on these very tensors are kept, where strides allow it.
+        own = [tensors[block.place] for block in blocks]
+        views = [block.read(tensor) for block, tensor in zip(blocks, own, strict=True)]
+        self._views = [
+            (tensor if shares_memory(view, tensor) else None, view)
+            for tensor, view in zip(own, views, strict=True)
+        ]
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the matrices of the blocks in new memory, ``(k, n, m)``; each has its tensor."""
-        return torch.cat([block.read(tensors[block.place]) for block in self.blocks])
+        return torch.cat(
+            [
+                view if tensors[block.place] is tensor else block.read(tensors[block.place])
+                for block, (tensor, view) in zip(self.blocks, self._views, strict=True)
+            ]
+        )
 
     def write(self, tensors: Sequence[Tensor], matrices: Tensor) -> None:
         """Write matrices into the tensors of their blocks."""
-        for block, piece in self.pieces(matrices):
-            block.write(tensors[block.place], piece)
+        for (block, piece), (tensor, view) in zip(self.pieces(matrices), self._views, strict=True):
+            if tensors[block.place] is tensor:
+                view.copy_(piece)
+            else:
+                block.write(tensors[block.place], piece)
 
     def pieces(self, values: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """Return each block with its part of a batch."""
-        counts = [block.count for block in self.blocks]
+        counts = [block.lead.numel() for block in self.blocks]
         return zip(self.blocks, values.split_with_sizes(counts), strict=True)
 
 
@@ -76,11 +110,11 @@ def stacks_of(tensors: Sequence[Tensor], readings: Sequence[Stiefel | None]) -> 
     for place, (tensor, reading) in enumerate(zip(tensors, readings, strict=True)):
         if reading is None:
             continue
-        for index, part in enumerate(reading.parts(tensor)):
-            shape = reading.matrices(part, index).shape[-2:]
-            key = shape, tensor.dtype, tensor.device, reading.determinant, reading.scale
-            alike.setdefault(key, []).append(Block(place, tensor, reading, index))
-    return [Stack(blocks, *key[-2:]) for key, blocks in alike.items()]
+        for index, _ in enumerate(reading.parts(tensor)):
+            block = Block(tensor, reading, index, place)
+            key = block.shape, tensor.dtype, tensor.device, reading.determinant, reading.scale
+            alike.setdefault(key, []).append(block)
+    return [Stack(blocks, tensors) for blocks in alike.values()]
 
 
 def as_batch(matrices: Tensor) -> Tensor:

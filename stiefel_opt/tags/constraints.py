@@ -46,7 +46,7 @@ from stiefel_opt.tags.points import (
     rms_scale,
 )
 from stiefel_opt.tags.trained import (
-    is_lost,
+    loses_training,
     relative_move,
     turned_over,
     warn_of_component,
@@ -255,7 +255,7 @@ def apply_readings(
                 zero.append(name)
             else:
                 moved[name] = share
-                lost += [(name, share)] if is_lost(parameter, reading, share) else []
+                lost += [(name, share)] if loses_training(parameter, reading, share) else []
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
         record(owner, leaf, reading, keeps=keeps)

@@ -17,7 +17,7 @@ from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.points import at_start, nearest, reading_of
 from stiefel_opt.tags.trained import (
-    is_lost,
+    loses_training,
     relative_move,
     turned_over,
     warn_of_component,
@@ -78,7 +78,7 @@ class ManifoldParameter(nn.Parameter):
                 turned = turned_over("data", data, manifold)
                 point = nearest(data, at_start(manifold), "data", remedy, tells=not turned)
                 share = relative_move(data, point)
-                warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
+                warn_of_lost([("data", share)] if loses_training(data, manifold, share) else [])
                 warn_of_component(turned)
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
@@ -174,8 +174,8 @@ def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[
     tags: dict[Tensor, Any] = {}
     for parameter in parameters:
         before = known.get(parameter)
-        is_lost = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
-        if is_lost and isinstance(before, Stiefel):
+        is_missing = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
+        if is_missing and isinstance(before, Stiefel):
             tag(parameter, before)  # type: ignore[arg-type]
         tags[parameter] = getattr(parameter, "manifold", None)
     return tags
@@ -212,7 +212,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
                 turned += other
             points.append((parameter, point))
             share = relative_move(parameter, point)
-            lost += [(name, share)] if is_lost(parameter, manifold, share) else []
+            lost += [(name, share)] if loses_training(parameter, manifold, share) else []
     warn_of_lost(lost)  # which raises where warnings are errors
     warn_of_component(turned)
     for parameter, point in points:

@@ -50,7 +50,7 @@ def _is_written(value: Tensor) -> bool:
     return counts and value._version > _WRITES
 
 
-def is_lost(value: Tensor, reading: Stiefel, share: float) -> bool:
+def loses_training(value: Tensor, reading: Stiefel, share: float) -> bool:
     """Say whether a move by this share of its length loses what ``value`` has learned."""
     return share > LARGE_MOVE and looks_trained(value, reading)
 

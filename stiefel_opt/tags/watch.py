@@ -42,7 +42,7 @@ from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scal
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.tags.points import kept_scale, largest_error, nearest, wrong_signs
-from stiefel_opt.tags.trained import is_lost, relative_move
+from stiefel_opt.tags.trained import loses_training, relative_move
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 KEEPS: Final = "_stiefel_keeps"  # names of parameters whose scale follows the loaded value
@@ -509,7 +509,7 @@ def _warn_if_off(
             )
         if 0.1 < error < math.inf:
             share = relative_move(loaded, nearest(loaded, reading, leaf))
-            if is_lost(loaded, reading, share):
+            if loses_training(loaded, reading, share):
                 remedy += (
                     f". It seems trained, and moves by {share:.0%} of its length to be "
                     "orthonormal: what was learned there is lost. Train it on, with scale='keep' "

@@ -445,7 +445,7 @@ def _check_gradients(weights: list[_Weight]) -> None:
 def _given(block: Block, tangent: Tensor, grad: Tensor, ours: Tensor | None) -> Tensor:
     """Return the new gradient of a parameter, with the tangent vectors of a block."""
     if block.is_all:
-        stored = block.stored(tangent)
+        stored = block.as_stored(tangent)
         is_like = (stored.dtype, stored.stride()) == (grad.dtype, grad.stride())
         return stored if is_like else torch.empty_like(grad).copy_(stored)
     ours = grad.clone() if ours is None else ours

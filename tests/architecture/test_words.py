@@ -14,13 +14,22 @@ RETIRED = {
     "HARMFUL": "LARGE_MOVE",
     "Lagged": "LaggedReader",
     "Now": "HostReader",
+    "Weight": "ConstrainedParameter",
+    "WeightGroup": "DeviceGroup",
     "_Looks": "_CheckSchedule",
+    "_staying": "_skipped",
+    "_unreported": "_pending_overflows",
     "by_name": "TaggedOptimizer.names_of",
     "descend": "rgd",
+    "is_lost": "overflowed of a reader, loses_training of a move",
     "note_whole": "mark_unconstrained",
     "own_gram": "gram, and cross_gram of two",
+    "staying": "skipped",
     "takes_whole_gradient": "is_plain_in_group",
+    "tallies": "skip_counts",
     "turn_square": "rotate_square",
+    "unreported": "pending_overflows",
+    "weight_groups": "device_groups",
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "stiefel_opt").rglob("*.py"))
 
