@@ -84,6 +84,22 @@ def assert_as_alone(alone_opt, opt, whole, shard, described, bound=1e-10):
 
 
 @torch.no_grad()
+def follow_one_process(described, whole, shard, steps, spoilt=None):
+    """Steps of both, some with an entry of the gradient, on one process, that is NaN."""
+    alone_opt, opt = optimizers(described[0], whole, shard)
+    spoilt = spoilt or {}
+    for step in range(steps):
+        fill(whole, shard, step, spoilt.get(step))
+        before = shard.to_local().clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            alone_opt.step()
+            opt.step()
+        assert step not in spoilt or torch.equal(shard.to_local(), before), (*described, step)
+    assert float(opt.state[shard]["step"]) == steps - len(spoilt), described
+    assert_as_alone(alone_opt, opt, whole, shard, described)
+
+
 def all_skip_what_one_cannot_use(name, layouts):
     """In the last entry, so on the last process; and in the first."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -91,19 +107,7 @@ def all_skip_what_one_cannot_use(name, layouts):
         shape, reading, dim = {**WHOLE, **UNEVEN}[layout]
         whole = frame(shape, reading, 1)
         shard = shard_of(whole, mesh, [Shard(dim)])
-        alone_opt, opt = optimizers(name, whole, shard)
-        for step in range(STEPS):
-            spoilt = {2: -1, 3: 0}.get(step)
-            fill(whole, shard, step, spoilt)
-            before = shard.to_local().clone()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                alone_opt.step()
-                opt.step()
-            if spoilt is not None:
-                assert torch.equal(shard.to_local(), before), (layout, step)
-        assert float(opt.state[shard]["step"]) == STEPS - 2, layout
-        assert_as_alone(alone_opt, opt, whole, shard, (name, layout))
+        follow_one_process((name, layout), whole, shard, STEPS, {2: -1, 3: 0})
 
 
 @torch.no_grad()
@@ -171,40 +175,25 @@ def all_tell_an_overflow_of_one(name, choice):
 # ---- layouts -------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def complex_rows_move_as_alone(name):
     """Complex weights whose rows lie on several processes, evenly and not."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for shape in ((8, 3), (7, 2)):
         whole = frame(shape, {}, 2, torch.complex128)
         shard = shard_of(whole, mesh, [Shard(0)])
-        alone_opt, opt = optimizers(name, whole, shard)
-        for step in range(9):  # past a step that corrects rounding
-            fill(whole, shard, step)
-            alone_opt.step()
-            opt.step()
-        assert_as_alone(alone_opt, opt, whole, shard, (name, shape))
+        follow_one_process((name, shape), whole, shard, 9)  # past a step that corrects rounding
         gathered = shard.detach().full_tensor()
         error = gathered.mH @ gathered - torch.eye(shape[1])
         assert float(error.abs().max()) < 1e-13, (name, shape)
 
 
-@torch.no_grad()
 def replicas_of_shards_move_as_alone(name, sizes):
     """HSDP: the first dimension of the mesh replicates, the second one shards."""
     mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     for shape, reading, dim in (*UNEVEN.values(), *WHOLE.values()):
         whole = frame(shape, reading, 4)
         shard = shard_of(whole, mesh, [Replicate(), Shard(dim)])
-        alone_opt, opt = optimizers(name, whole, shard)
-        for step in range(STEPS):
-            fill(whole, shard, step, -1 if step == 2 else None)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                alone_opt.step()
-                opt.step()
-        assert float(opt.state[shard]["step"]) == STEPS - 1, (name, shape)
-        assert_as_alone(alone_opt, opt, whole, shard, (name, shape))
+        follow_one_process((name, shape), whole, shard, STEPS, {2: -1})
 
 
 class Block(nn.Module):

@@ -447,6 +447,29 @@ def test_plain_parameters_get_bit_for_bit_what_torch_gives(
             assert same, key
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True}], ids=str)
+def test_the_state_of_adam_has_torchs_dtypes_under_any_default(
+    options: dict[str, Any], default: torch.dtype, generator: torch.Generator
+) -> None:
+    ours, rows = plain_params(generator)[0], so.Stiefel(rows=(0, 3))
+    fused = so.ManifoldParameter(torch.randn(5, 3, generator=generator), rows)
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        opt, other = so.StiefelAdam([ours, fused], **options), torch.optim.Adam([theirs], **options)
+        for parameter in (ours, fused, theirs):
+            parameter.grad = torch.ones_like(parameter)
+        opt.step()
+        other.step()
+    finally:
+        torch.set_default_dtype(before)
+    wanted = {key: value.dtype for key, value in other.state[theirs].items()}
+    assert {key: value.dtype for key, value in opt.state[ours].items()} == wanted
+    assert opt.state[fused]["rows.step"].dtype == wanted["step"]
+
+
 @pytest.mark.parametrize(
     ("rule", "torch_rule", "options", "direction"),
     [

@@ -12,7 +12,6 @@ import pickle
 import re
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,36 +282,6 @@ def test_bfloat16_has_a_master_on_the_manifold(name: str) -> None:
 
 
 # ---- what every rule of the package does ---------------------------------------------------------
-
-
-def on_both(test: Any) -> Any:
-    rows = pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
-    return pytest.mark.usefixtures("machine")(rows(test))
-
-
-@on_both
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(shared: bool) -> None:
-    weights = [weight_of("tall"), weight_of("tall" if shared else "heads"), weight_of("plain")]
-    opt = lion(weights)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(3):
-            for weight in weights:
-                weight.grad = grad_of(weight, step)
-            if step == 2:
-                weights[0].grad[3, 1] = math.nan
-                before, kept = [w.detach().clone() for w in weights], through_file(opt.state_dict())
-            opt.step()
-        saved = through_file(opt.state_dict())
-    assert torch.equal(weights[0], before[0])
-    assert not torch.equal(weights[1], before[1])
-    assert not torch.equal(weights[2], before[2])
-    assert opt.skipped_steps_of() == {weights[0]: 1}
-    assert_same(saved["state"][0], kept["state"][0])
-    opt.param_groups[0]["nonfinite"] = "raise"
-    with pytest.raises(ValueError, match="parameter 0 of group 0"):
-        opt.step()
 
 
 def test_a_checkpoint_of_torch_is_refused_and_the_reason_said() -> None:
