@@ -84,9 +84,9 @@ def describe(
         described: there take ``hadamard(model, residual=False)``.
     """
     needed = {"layers": layers, "final": final, "head": head}
-    for name, given in {**needed, "values": values, "output": output, "down": down}.items():
-        if not isinstance(given, str) and (given is not None or name in needed):
-            raise TypeError(fail(name, "be the name of a module", repr(given)))
+    for name, leaf in {**needed, "values": values, "output": output, "down": down}.items():
+        if not isinstance(leaf, str) and (leaf is not None or name in needed):
+            raise TypeError(fail(name, "be the name of a module", repr(leaf)))
     if not isinstance(norms, Mapping):
         remedy = "pass {norm: [layers that read it]}"
         raise TypeError(fail("norms", "be a dict", type(norms).__name__, remedy))
