@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stiefel_opt.errors import check_module, fail, type_name
+from stiefel_opt.errors import check_module, classes_of, fail, type_name
 from stiefel_opt.numerics import is_sharded
 from stiefel_opt.rotations.description import FAMILIES, LLAMA, Description, from_dict
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
+CALL = "call_load_online_"  # how the notes of online rotations end
 OWN = "_stiefel_config"  # of a model: the config that it shares with no other
 HARMLESS = {"q_norm", "k_norm", "rotary_emb", "act_fn", "rotary_fn"}  # nothing that is rotated
 LOOKED_FOR = (
@@ -142,9 +143,12 @@ def read_decoder(
 
     What they are called comes from ``description``, the config of a model that was prepared with
     one, the table of families, or else from Llama; only then is every module looked at. With
-    ``quantised``, linear layers may be of any class, and weights are not checked.
+    ``quantised``, linear layers may be of any class, and weights are not checked. Of a
+    ``PeftModel`` the model inside is read.
     """
-    given = model.module if isinstance(model, DistributedDataParallel) else model
+    given: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    if "PeftModel" in classes_of(given, "peft"):
+        given = given.get_base_model()
     module = check_module("model", given)
     kept = state_of(module).get("description")
     known = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
@@ -336,7 +340,8 @@ def quantization_of(model: nn.Module) -> str | None:
     if config is None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-    return str(getattr(method, "value", method))
+    name = str(getattr(method, "value", method))
+    return None if name.endswith(CALL) else name
 
 
 # ---- what was done to a model --------------------------------------------------------------------

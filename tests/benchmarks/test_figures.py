@@ -3,7 +3,6 @@
 import importlib
 import re
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,6 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 figures = importlib.import_module("benchmarks.common.figures")
-
-SAME = [  # one method under two names
-    {"ProjectedRGD", "ProjectedRGD, cayley"},
-    {"RGD-C-C", "RGD-C-C (ours)"},
-    {"unconstrained", "unconstrained, same initialisation"},
-    {"HR", "sequential HR"},
-    {"EXPRNN", "exponential"},
-    {"SCORNN", "Cayley by solve"},
-    {"StiefelSGD, published flows", "Kong et al. as published", "Algorithm 1"},
-    {"SGDG", "Li et al. as published", "CayleySGD as released"},
-    {"SGD with penalty", "SGD, regularized"},
-    {"Adam with penalty", "Adam, regularized"},
-]
-
-
-def test_no_two_methods_look_alike() -> None:
-    names = defaultdict(set)
-    for name, look in figures.STYLES.items():
-        names[look[:2]].add(name)
-    assert [alike for alike in names.values() if len(alike) > 1 and alike not in SAME] == []
 
 
 @pytest.fixture

@@ -120,18 +120,6 @@ def test_smoke_prints_what_it_does_and_writes_table_and_picture(tmp_path, capsys
         state_tracking.main([*arguments, "--resume", "--lr", "0.5"])
 
 
-@pytest.mark.parametrize("things", [2, 3, 4, 5])
-def test_tables_are_those_of_groups(things) -> None:
-    table = state_tracking.multiplication_table(things)
-    order = math.factorial(things)
-    everything = torch.arange(order)
-    assert torch.equal(table[0], everything)  # the first permutation is the identity
-    assert torch.equal(table.sort(dim=0)[0], everything.unsqueeze(1).expand(order, order))
-    assert torch.equal(table.sort(dim=1)[0], everything.expand(order, order))
-    a, b, c = torch.randint(order, (3, 500), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(table[table[a, b], c], table[a, table[b, c]])
-
-
 def test_answers_are_the_products_so_far() -> None:
     table = state_tracking.multiplication_table(4)
     elements, products = state_tracking.draw(table, 5, 7, torch.Generator().manual_seed(0))

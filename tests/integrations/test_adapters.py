@@ -484,39 +484,6 @@ def test_a_quantised_base(case: str, kind: str, tmp_path: Path) -> None:
 # ---- LoReFT --------------------------------------------------------------------------------------
 
 
-class LoReFT(nn.Module):
-    """As in pyreft: h + R'(W h + b - R h), R from torch's parametrization."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.rotate = nn.Linear(WIDTH, RANK, bias=False)
-        self.rotate = nn.utils.parametrizations.orthogonal(self.rotate, **options)
-        self.source = nn.Linear(WIDTH, RANK)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + (self.source(h) - self.rotate(h)) @ self.rotate.weight
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"orthogonal_map": "cayley"}, {"use_trivialization": False}], ids=str
-)
-def test_a_loreft_rotation(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(LoReFT(**options), LoReFT(**options)), torch.randn(5, WIDTH)
-    keys, before = set(model.state_dict()), model(x)
-    done = so.constrain_adapters(model)
-    assert [line[0] for line in done.lines] == ["0.rotate.weight", "1.rotate.weight"]
-    assert_close(model(x), before, 1e-5)
-    assert set(model.state_dict()) != keys
-    optimizer = so.StiefelAdam(model.parameters(), lr=0.05)
-    train(optimizer, lambda: (model(x) - 1).square().mean(), 5)
-    assert so.orthonormality_error(model) < 1e-5
-    found = model(x)
-    so.export_adapters(model)
-    assert set(model.state_dict()) == keys
-    assert_close(model(x), found, 1e-4)
-
-
 # ---- refusals: one error, nothing changed --------------------------------------------------------
 
 

@@ -117,14 +117,21 @@ def test_the_load_report_names_the_call_that_is_missing(
     library.addHandler(caplog.handler)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        for note in ("mlp.online_R4_call_load_online_", "self_attn.online_R3_call_load_online_"):
+            assert note in caplog.text
+        for _ in range(2):  # saved without the call
+            loaded.save_pretrained(tmp_path)
+            caplog.clear()
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+            assert "got online_R3_R4_call_load_online_" in caplog.text
     finally:
         library.removeHandler(caplog.handler)
-    for note in ("mlp.online_R4_call_load_online_", "self_attn.online_R3_call_load_online_"):
-        assert note in caplog.text
     with pytest.raises(
         ValueError, match=r"online R3, R4, .* call rotations\.load_online_\(model\)"
     ):
         rotations.quantized(loaded, activation_bits=8)
+    assert_same_logits(logits(rotations.load_online_(loaded), tokens()), logits(model, tokens()))
+    rotations.quantized(loaded, activation_bits=8)
 
 
 ADAPTERS = {
@@ -168,8 +175,12 @@ def test_adapters_on_all_linear_layers_of_a_folded_model_merge(
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()  # load_online_ comes last
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    rotations.load_online_(base)
+    assert rotations.load_online_(again) is again
     assert_same_logits(logits(again, batch), expected)
+    with pytest.raises(TypeError, match=r"must be a torch Linear, got peft\..* merge adapters"):
+        rotations.quantized(again)
+    with pytest.raises(TypeError, match=r"must be a torch Linear, got peft\..* merge adapters"):
+        rotations.prepare_(again)
 
 
 def test_a_folded_model_compiles() -> None:
@@ -233,6 +244,24 @@ def test_keys_are_cached_turned_and_each_of_them_once(monkeypatch: pytest.Monkey
                 result.logits = run(token, past_key_values=result.past_key_values).logits
             assert turned == [1, 1] * len(model.model.layers)  # a query and a key
             assert_same_logits(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_another_attention_implementation_turns_as_well(attention: str) -> None:
+    model, batch = folded(("R3", "R4")), tokens(9)
+    expected = logits(model, batch)
+    bits = {"activation_bits": None, "kv_bits": 4}
+    with rotations.quantized(model, **bits):
+        rounded = logits(model, batch)
+    model.set_attn_implementation(attention)
+    assert_same_logits(logits(model, batch), expected)
+    with torch.no_grad():
+        for use_cache in (False, True):
+            assert_same_logits(model(batch, use_cache=use_cache).logits, expected)
+    with rotations.quantized(model, **bits):
+        model.set_attn_implementation(attention)
+        assert_same_logits(logits(model, batch), rounded)
+    assert model.config._attn_implementation == f"stiefel_{attention}"
 
 
 def test_a_turned_cache_of_a_folded_model_turns_its_keys_once() -> None:

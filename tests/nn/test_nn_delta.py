@@ -193,43 +193,6 @@ def test_reflections_keep_every_singular_value_over_many_tokens(generator):
     )
 
 
-@pytest.mark.parametrize(("things", "factors"), [(2, 1), (3, 2), (5, 4)], ids=["Z2", "S3", "S5"])
-def test_factors_track_permutations_of_one_thing_more(things, factors, generator):
-    """A permutation of n things is at most n - 1 transpositions, each one reflection."""
-    length = 300
-    permutations = list(itertools.permutations(range(things)))
-    drawn = torch.randint(len(permutations), (length,), generator=generator)
-    keys = torch.zeros(length, factors, things, dtype=torch.float64)
-    strengths = torch.zeros(length, factors, dtype=torch.float64)
-    tracked, expected = torch.arange(things), []
-    for token, index in enumerate(drawn.tolist()):
-        order, used = list(permutations[index]), 0
-        tracked = tracked[order]
-        expected.append(tracked)
-        arranged = list(range(things))  # sorted towards `order` by swaps
-        for place in range(things):
-            other = arranged.index(order[place])
-            if other != place:
-                arranged[place], arranged[other] = arranged[other], arranged[place]
-                keys[token, used, place], keys[token, used, other] = 0.5**0.5, -(0.5**0.5)
-                strengths[token, used] = 2.0
-                used += 1
-    things_as_state = torch.arange(things, dtype=torch.float64).unsqueeze(-1)
-    values = torch.zeros(length, factors, 1, dtype=torch.float64)
-    found = [
-        delta_product(
-            torch.eye(things, dtype=torch.float64)[place].expand(length, -1),
-            keys,
-            values,
-            strengths,
-            state=things_as_state,
-        )[0]
-        for place in range(things)
-    ]
-    error = torch.cat(found, dim=-1) - torch.stack(expected)
-    assert float(error.abs().max()) < 1e-10
-
-
 # ---- the module --------------------------------------------------------------------------------
 
 OPTIONS = {

@@ -9,7 +9,6 @@ from cases import in_turn, mixed
 from map_cases import C128, MAPS, MapCase, gaussian, orthonormal, with_determinant
 from torch import nn
 from torch.nn.utils import parametrize
-from training import train
 
 import stiefel_opt as so
 from stiefel_opt.parametrizations import (
@@ -79,18 +78,6 @@ def test_the_weight_is_orthonormal_wherever_the_free_tensors_are(case):
     assert deviation(module, case) < 1e-13
     move(module, 1.0)
     assert deviation(module, case) < 1e-13
-
-
-@over(EACH)
-def test_training_keeps_it_orthonormal_and_moves_it(case):
-    module = case.registered()
-    before = module.weight.detach().clone()
-    target = gaussian(*case.shape, seed=9, dtype=case.dtype)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
-    losses = train(optimizer, lambda: (module.weight - target).abs().square().sum(), 8)
-    assert deviation(module, case) < 1e-13
-    assert losses[-1] < losses[0]
-    assert not torch.equal(module.weight, before)
 
 
 @over(invertible(FIRST, but=("eurnn",)))  # it starts at random

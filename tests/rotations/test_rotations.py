@@ -197,42 +197,6 @@ def test_a_folded_checkpoint_names_the_call_that_is_missing() -> None:
         pass
 
 
-class Adapter(nn.Module):
-    """A layer and a correction of its own, as peft's LoRA has it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.more(x)
-
-
-def test_adapters_of_a_folded_model_merge() -> None:
-    model, (batch, *_) = prepared(), tokens()
-    plain = logits(model, batch)
-    rotations.fold_(model, rotations.hadamard(model))
-    for layer in model.model.layers:
-        for owner, leaf in ((layer.mlp, "down_proj"), (layer.mlp, "up_proj")):
-            setattr(owner, leaf, Adapter(getattr(owner, leaf)))
-    adapted = logits(model, batch)
-    assert float((adapted - plain).abs().max()) > 1e-2
-    assert torch.equal(logits(copy.deepcopy(model), batch), adapted)
-    for layer in model.model.layers:
-        for owner, leaf in ((layer.mlp, "down_proj"), (layer.mlp, "up_proj")):
-            adapter = getattr(owner, leaf)
-            with torch.no_grad():
-                adapter.base.weight += adapter.more.weight
-            setattr(owner, leaf, adapter.base)
-    with rotations.quantized(model, activation_bits=8):  # R4 comes before the rounding
-        rounded = logits(model, batch)
-    assert_close_to_the_largest(logits(model, batch), adapted, 1e-5)
-    with rotations.quantized(model, activation_bits=8):
-        assert torch.equal(logits(model, batch), rounded)
-    assert_close_to_the_largest(rounded, adapted, 0.05)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_models_of_one_config_do_not_know_of_each_other(tied: bool) -> None:
     first, second = TinyDecoder(tied=tied), TinyDecoder(tied=tied)

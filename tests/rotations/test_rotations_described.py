@@ -170,6 +170,25 @@ def test_a_wrong_description_changes_nothing(case: str, tied: bool) -> None:
     assert before[3] == tied
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_wrong_description(dtype: torch.dtype) -> None:
+    """A writer of small numbers: without it logits move by less than rounding moves them."""
+    model, (ids, *_) = Odd().to(dtype), tokens()
+    for block in model.blocks:
+        block.narrow.weight.data *= 0.02
+        block.narrow.bias.data *= 0.02
+    expected, right = logits(model, ids), copy.deepcopy(model)
+    rotations.prepare_(right, description=rotations.describe(**NAMES), verify=ids)
+    rotations.fold_(right, rotations.hadamard(right), verify=ids)
+    assert right.blocks[0].narrow.weight.dtype == dtype
+    assert_close(logits(right, ids), expected, 0.03)
+    wrong = rotations.describe(**NAMES | WRONG["a writer left out"])
+    rotations.prepare_(model, description=wrong, verify=ids)
+    with pytest.raises(ValueError, match=r"keep its function when it is folded"):
+        rotations.fold_(model, rotations.hadamard(model), verify=ids)
+    assert_close(logits(model, ids), expected, 0.03)
+
+
 def test_a_wrong_gain_is_found_while_preparing() -> None:
     model, (ids, *_) = Odd(tied=True), tokens()
     before = everything(model)
@@ -200,6 +219,11 @@ def test_a_wrong_gain_is_found_while_preparing() -> None:
             r"`down` must be one of the writers \['mix.out', 'narr",
         ),
         ({"gain_offset": "1"}, TypeError, "`gain_offset` must be a number"),
+        ({"norms": ["before"]}, TypeError, "`norms` must be a dict, got list; pass {norm: "),
+        ({"layers": 3}, TypeError, "`layers` must be the name of a module, got 3"),
+        ({"final": None}, TypeError, "`final` must be the name of a module, got None"),
+        ({"head": 7}, TypeError, "`head` must be the name of a module, got 7"),
+        ({"values": 1, "output": "mix.out"}, TypeError, "`values` must be the name of a module"),
     ],
 )
 def test_descriptions_are_checked(changed, kind, message) -> None:
@@ -221,6 +245,10 @@ def test_descriptions_are_checked(changed, kind, message) -> None:
             "wide` must have 15 outputs, as wide",
         ),
         ({"norm": "rms"}, "`blocks.0.before` must be an RMSNorm with one weight"),
+        (
+            {"norms": {"wide": ["mix.qkv"], "between": ["wide"]}},
+            "`blocks.0.wide` must be a norm with 15 gains, got a torch.Linear",
+        ),
         ({"gain_offset": 1.0}, r"must multiply by its weight \+ 1 and be \(x - mean"),
     ],
 )
