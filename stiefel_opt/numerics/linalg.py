@@ -203,13 +203,6 @@ def symmetric_product(
     return result
 
 
-def add_skew_product_(target: Tensor, left: Tensor, right: Tensor, alpha: float) -> Tensor:
-    """Add alpha left @ right, known to be skew, to ``target`` in place; return ``target``."""
-    if is_halved(right):
-        return target.add_(symmetric_product(left, right, sign=-1), alpha=alpha)
-    return target.baddbmm_(left, right, alpha=alpha)
-
-
 def add_product_into(
     out: Tensor | None, target: Tensor, tall: Tensor, small: Tensor, alpha: float = 1.0
 ) -> Tensor:
@@ -417,14 +410,14 @@ def defect(own: Tensor) -> Tensor:
     """Return D = I - X'X from X'X: X + X D/2 is orthonormal up to D^2."""
     if _is_large(own):
         return add_to_diagonal_(own.neg(), 1.0)
-    return torch.sub(identity_for(own), own)
+    return torch.sub(_kept(_identity, own), own)
 
 
 def plus_identity(matrix: Tensor) -> Tensor:
     """Return A + I."""
     if _is_large(matrix):
         return add_to_diagonal_(matrix.clone(), 1.0)
-    return torch.add(matrix, identity_for(matrix))
+    return torch.add(matrix, _kept(_identity, matrix))
 
 
 def identity_for(matrix: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from stiefel_opt.numerics.linalg import (
     FEW,
     MEDIUM,
     add_to_diagonal_,
-    is_halved,
     largest_bound,
     plus_identity,
     symmetric_product,
@@ -76,19 +75,18 @@ def roots(
     if not _SCALES[0] < scale < _SCALES[1]:
         matrix, scale, square = matrix * scale, 1.0, None
     plan = _plan(limit, matrix)
-    if square is None and plan.degree > (1 if is_halved(matrix) else 2):
+    is_large = matrix.size(-1) > MEDIUM
+    if square is None and plan.degree > 2 - is_large:
         square = symmetric_product(matrix, matrix)
-        is_long = plan.degree > 2 and (plan.iterations or matrix.size(-1) > MEDIUM)
-        if reads and is_long:  # |E|^2 <= |E^2|
+        if reads and plan.degree > 2 and (plan.iterations or is_large):  # |E|^2 <= |E^2|
             limit = min(limit, scale * largest_bound(square) ** 0.5)
             plan = _plan(limit, matrix)
     difference = _polynomial(matrix, square, plan.difference, scale / plan.limit)
     if plan.iterations == 0:
         if not companions:
             return Roots(difference, None)
-        last, its_square = (None if t is None else t[-companions:] for t in (matrix, square))
-        unit = scale / plan.limit
-        return Roots(difference, _polynomial(last, its_square, plan.companion, unit))  # type: ignore[arg-type]
+        last, square = matrix[-companions:], square if square is None else square[-companions:]
+        return Roots(difference, _polynomial(last, square, plan.companion, scale / plan.limit))
     del square
     # P = Q - I for Q = A^(1/2), and Q must be exactly A R, or the iteration drifts.
     grow = symmetric_product(matrix, difference, into=difference.clone(), beta=1.0, alpha=scale)
