@@ -304,7 +304,7 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
             second = _utils.check_array(Y, dtype=np.float64, input_name="Y")
             labels = np.arange(2)
         else:
-            shape = np.shape(y)
+            shape: tuple[int, ...] = getattr(y, "shape", ())
             if len(shape) > 1 and shape[1] > 1:
                 raise ValueError(
                     fail("y", "be labels (n,)", f"shape {shape}", "pass a cloud as Y=")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stiefel_opt.errors import check_module, fail, type_name
+from stiefel_opt.errors import check_module, classes_of, fail, type_name
 from stiefel_opt.numerics import is_sharded
 from stiefel_opt.rotations.description import FAMILIES, LLAMA, Description, from_dict
 
@@ -143,9 +143,12 @@ def read_decoder(
 
     What they are called comes from ``description``, the config of a model that was prepared with
     one, the table of families, or else from Llama; only then is every module looked at. With
-    ``quantised``, linear layers may be of any class, and weights are not checked.
+    ``quantised``, linear layers may be of any class, and weights are not checked. Of a
+    ``PeftModel`` the model inside is read.
     """
-    given = model.module if isinstance(model, DistributedDataParallel) else model
+    given: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    if "PeftModel" in classes_of(given, "peft"):
+        given = given.get_base_model()
     module = check_module("model", given)
     kept = state_of(module).get("description")
     known = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))

@@ -83,6 +83,13 @@ def describe(
         :func:`fold_`. A gain between a writer and the stream, as in Gemma 2 and OLMo 2, cannot be
         described: there take ``hadamard(model, residual=False)``.
     """
+    needed = {"layers": layers, "final": final, "head": head}
+    for name, leaf in {**needed, "values": values, "output": output, "down": down}.items():
+        if not isinstance(leaf, str) and (leaf is not None or name in needed):
+            raise TypeError(fail(name, "be the name of a module", repr(leaf)))
+    if not isinstance(norms, Mapping):
+        remedy = "pass {norm: [layers that read it]}"
+        raise TypeError(fail("norms", "be a dict", type(norms).__name__, remedy))
     listed = {"embeddings": embeddings, "writers": writers}
     listed |= {f"norms[{name!r}]": readers for name, readers in norms.items()}
     for name, given in listed.items():

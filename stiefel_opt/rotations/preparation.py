@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import fail, type_name
 from stiefel_opt.rotations.decoder import (
     Decoder,
     Norm,
@@ -111,9 +111,12 @@ def _check_norm(norm: Norm, description: Description) -> None:
     if not named.keys() <= allowed or (kind == "rms" and not named):
         wanted = "be an RMSNorm with one weight" if kind == "rms" else "be a LayerNorm"
         raise ValueError(fail(norm.name, wanted, ", ".join(named) or "none"))
+    width = norm.readers[0].weight.size(-1)
     for each in named.values():
         require_values(norm.name, each)
-    width = norm.readers[0].weight.size(-1)
+        if tuple(each.shape) != (width,):
+            wanted = f"be a norm with {width} gains"
+            raise ValueError(fail(norm.name, wanted, f"a {type_name(module)}"))
     like = next(iter(named.values()), norm.readers[0].parameter)
     gain = named["weight"].float() + offset if "weight" in named else torch.ones(width)
     bias = named["bias"].float() if "bias" in named else torch.zeros(width)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import check_choice, check_integer, fail, imported
+from stiefel_opt.errors import check_integer, fail, imported
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
 
 _caches = imported("transformers.cache_utils", "'transformers>=4.56'")
@@ -38,6 +38,7 @@ class TurnedCache(_caches.Cache):  # type: ignore[misc, name-defined]
             128.
 
     Raises:
+        TypeError: for a ``config`` that is none.
         ValueError: for bits out of range; for layers of other kinds (a state or a latent in place
             of keys and values, windows only), and heads without a Hadamard matrix of their size,
             each by name, here or at the first token; for values that are a view of the keys.
@@ -55,7 +56,11 @@ class TurnedCache(_caches.Cache):  # type: ignore[misc, name-defined]
     turns_keys = True  # a model with R3 leaves it to the cache
 
     def __init__(self, config: Any, bits: int = 4, residual_length: int = 128) -> None:
-        check_choice("bits", str(bits), [str(each) for each in BITS])
+        if not hasattr(config, "get_text_config"):
+            wanted, given = "be the config of a decoder", type(config).__name__
+            raise TypeError(fail("config", wanted, given, "pass model.config"))
+        if type(bits) is not int or bits not in BITS:
+            raise ValueError(fail("bits", f"be one of {list(BITS)}", repr(bits)))
         check_integer("residual_length", residual_length, 0)
         layers = list(_caches.DynamicCache(config=config).layers)
         sliding = getattr(_caches, "DynamicSlidingWindowLayer", ())

@@ -234,6 +234,17 @@ def test_the_support_page_names_tests_that_exist() -> None:
     assert all((ROOT / "tests" / path).exists() for path in named)
 
 
+def test_tests_that_pages_name_exist() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    known = {path.stem for path in files} | set(
+        re.findall(r"^def (test_\w+)", sources, re.MULTILINE)
+    )
+    for page, text in PAGES.items():
+        named = set(re.findall(r"`(test_\w+)(?:\.py)?`", text))
+        assert named <= known, f"{page}: {named - known}"
+
+
 def test_pages_that_need_another_package_say_how_to_get_it() -> None:
     pages = {name: text for name, text in PAGES.items() if text.startswith("<!-- transformers: ")}
     assert len(pages) >= 4

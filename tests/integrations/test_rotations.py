@@ -175,8 +175,12 @@ def test_adapters_on_all_linear_layers_of_a_folded_model_merge(
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()  # load_online_ comes last
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    rotations.load_online_(base)
+    assert rotations.load_online_(again) is again
     assert_same_logits(logits(again, batch), expected)
+    with pytest.raises(TypeError, match=r"must be a torch Linear, got peft\..* merge adapters"):
+        rotations.quantized(again)
+    with pytest.raises(TypeError, match=r"must be a torch Linear, got peft\..* merge adapters"):
+        rotations.prepare_(again)
 
 
 def test_a_folded_model_compiles() -> None:

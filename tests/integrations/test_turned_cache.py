@@ -304,8 +304,12 @@ def test_other_layers_are_refused_by_name(name: str, options: Any, message: str 
 
 def test_bad_arguments_and_values_that_are_a_view_of_the_keys() -> None:
     config = build("llama").config
-    with pytest.raises(ValueError, match="`bits` must be one of"):
-        rotations.TurnedCache(config, bits=3)
+    for bits in (3, "4", 4.0, True):
+        with pytest.raises(ValueError, match=rf"`bits` must be one of \[2, 4, 8\], got {bits!r}"):
+            rotations.TurnedCache(config, bits=bits)
+    for wrong in (None, build("llama")):
+        with pytest.raises(TypeError, match=r"`config` must be the config .*; pass model.config"):
+            rotations.TurnedCache(wrong)
     with pytest.raises(ValueError, match="`residual_length` must be at least 0"):
         rotations.TurnedCache(config, residual_length=-1)
     keys = torch.randn(1, 1, 2, 16)

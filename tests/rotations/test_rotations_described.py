@@ -219,6 +219,11 @@ def test_a_wrong_gain_is_found_while_preparing() -> None:
             r"`down` must be one of the writers \['mix.out', 'narr",
         ),
         ({"gain_offset": "1"}, TypeError, "`gain_offset` must be a number"),
+        ({"norms": ["before"]}, TypeError, "`norms` must be a dict, got list; pass {norm: "),
+        ({"layers": 3}, TypeError, "`layers` must be the name of a module, got 3"),
+        ({"final": None}, TypeError, "`final` must be the name of a module, got None"),
+        ({"head": 7}, TypeError, "`head` must be the name of a module, got 7"),
+        ({"values": 1, "output": "mix.out"}, TypeError, "`values` must be the name of a module"),
     ],
 )
 def test_descriptions_are_checked(changed, kind, message) -> None:
@@ -240,6 +245,10 @@ def test_descriptions_are_checked(changed, kind, message) -> None:
             "wide` must have 15 outputs, as wide",
         ),
         ({"norm": "rms"}, "`blocks.0.before` must be an RMSNorm with one weight"),
+        (
+            {"norms": {"wide": ["mix.qkv"], "between": ["wide"]}},
+            "`blocks.0.wide` must be a norm with 15 gains, got a torch.Linear",
+        ),
         ({"gain_offset": 1.0}, r"must multiply by its weight \+ 1 and be \(x - mean"),
     ],
 )
