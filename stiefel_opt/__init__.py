@@ -16,7 +16,6 @@ from stiefel_opt.tags.foreign import trust
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_, polar, project_tangent, random_point, retract
-from stiefel_opt.tags.report import orthonormality_error, report
 from stiefel_opt.tags.watch import LostTagWarning
 
 if _typing.TYPE_CHECKING:
@@ -58,6 +57,7 @@ if _typing.TYPE_CHECKING:
     from stiefel_opt.tools.averaging import averaged
     from stiefel_opt.tools.peft_parts import StellaConfig as StellaConfig
     from stiefel_opt.tools.penalty import orthonormality_penalty
+    from stiefel_opt.tools.report import orthonormality_error, report
     from stiefel_opt.tools.versions import show_versions
 
 __version__ = "0.1.0"
@@ -82,6 +82,7 @@ _NAMES = {
     "tools.averaging": ("averaged",),
     "tools.peft_parts": ("StellaConfig",),
     "tools.penalty": ("orthonormality_penalty",),
+    "tools.report": ("orthonormality_error", "report"),
     "tools.versions": ("show_versions",),
 }  # fmt: skip
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -125,7 +125,8 @@ def backward(net: nn.Module, step: int, factor: float = 1.0) -> Tensor:
     for parameter in net.parameters():
         parameter.grad = None
     found = net(x)
-    loss = factor * (found - x[:, : found.size(-1)]).square().mean()
+    error = found - x[:, : found.size(-1)]
+    loss = factor * (error.abs() if error.is_complex() else error).square().mean()
     loss.backward()
     return loss.detach()
 

@@ -235,12 +235,13 @@ def _cut(
     room for E^2 unless the reader is exact; both are divided by their limit, which is the scale of
     the length.
     """
-    powers = powers.view(1 if reader.is_exact else 2, -1, *powers.shape[1:])
+    reads = reader.is_exact
+    powers = powers.view(1 if reads else 2, -1, *powers.shape[1:])
     parts = powers[0].view(-1, count, *powers.shape[2:])
     if isinstance(lr, Tensor):
         parts.mul_(lr * lr)
     unit: Scalar = 1.0
-    if reader.is_exact:  # squares of what is safe may leave floating point
+    if reads:  # squares of what is safe may leave floating point
         unit = parts.abs().amax(dim=(0, 2, 3), keepdim=True)[0].clamp_(min=1.0)
         parts.div_(unit)
         powers = torch.stack([powers[0]] * 2)
@@ -260,7 +261,7 @@ def _cut(
     factors = factors[..., None, None]
     powers.view(2, -1, *parts.shape[1:]).mul_(factors[:2].unsqueeze(1))
     factor, number = factors[2], math.sqrt(limit)
-    if reader.is_exact:
+    if reads:
         factor = factor / unit.sqrt()  # type: ignore[union-attr]
     if isinstance(lr, Tensor):
         factor = factor * lr
@@ -381,12 +382,13 @@ def limited(
     Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``, ``inner`` X'G.
     """
     bound = most = longest * longest
-    if isinstance(step, float) and reader.is_exact:
+    reads = reader.is_exact
+    if isinstance(step, float) and reads:
         bound = step * step * _bound_of_finite(size, reader)
         if bound <= most:
             return step, bound
     norm = infinity_norm(size)
-    if not reader.is_exact:
+    if not reads:
         squared = step * step if isinstance(step, Tensor) else 1.0
         most = _longest(step, reader, lambda: norm * squared, most)
         if inner is not None and reader.steepest < math.inf:

@@ -230,6 +230,12 @@ def _settle_allocator() -> None:
 # ---- readers -----------------------------------------------------------------------------------
 
 
+# Beyond this learning rate times gradient, eta |X'G|, rounding in X'X is removed after every step.
+STEEP: Final = 0.26
+# Up to here rounding is multiplied into no more than 1e-5 of an entry in float32.
+_UNSEEN: Final = 30.0
+
+
 class Hint(NamedTuple):
     """What a caller makes of a number: the same up to ``least``; it grows as lr^``power``."""
 
@@ -277,6 +283,10 @@ class Reader(ABC):
         """
         return [math.inf] * asked.rows.size(0)
 
+    def limited(self, most: float) -> Reader:  # noqa: ARG002
+        """Return a reader for one step, in which eta |X'G| may be ``most`` at the most."""
+        return self
+
     def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
         """Drop a number of an earlier step that says nothing of the next one."""
 
@@ -318,6 +328,12 @@ class BlindReader(Reader):
     @override
     def number(self, name: str, value: Callable[[], Tensor], hint: Hint = NO_HINT) -> float:
         return math.inf
+
+    @override
+    def limited(self, most: float) -> Reader:
+        reader = BlindReader()
+        reader.steepest = 0.1 * most  # rounding is removed once
+        return reader
 
 
 class _Ring:
@@ -414,6 +430,15 @@ class LaggedReader(Reader):
         earlier = [math.inf] * len(asked.names) if ring is None else ring.look()
         self.send(asked)
         return earlier
+
+    @override
+    def limited(self, most: float) -> Reader:
+        # Rounding behind a step is removed as often as the one before asks for: the limit is low
+        # unless that one was steep.
+        self.steepness = self.known("norm", Hint(STEEP))
+        is_known = self.steepness < math.inf
+        self.steepest = min(max(_UNSEEN, 4.0 * self.steepness), most) if is_known else most
+        return self
 
     @override
     def forget(self, name: str) -> None:

@@ -29,6 +29,7 @@ from stiefel_opt.functional.learned_scale import (
     with_learned_scale,
 )
 from stiefel_opt.numerics.device import (
+    STEEP,
     BlindReader,
     Hint,
     HostReader,
@@ -70,11 +71,7 @@ LARGEST_SAFE: Final = {
 }
 
 
-# Beyond this learning rate times gradient rounding in X'X is removed after every step.
-_STEEP: Final = 0.26
 _VERY_STEEP: Final = 100.0
-# Up to here rounding is multiplied into no more than 1e-5 of an entry in float32.
-_UNSEEN: Final = 30.0
 
 
 class Rule(Protocol):
@@ -334,9 +331,9 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     stored = batch.read(task.tensors, chosen)
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
-    reader.overflowed = False
-    if not reader.is_exact:
-        reader = _with_limit(reader, stored.dtype, batch.row_count)
+    reads, reader.overflowed = reader.is_exact, False
+    if not reads:  # the host learns too late that a step was steep: the device keeps the limit
+        reader = reader.limited(steepest(stored.dtype, batch.row_count))
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
@@ -354,9 +351,9 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         _is_bounded(length, task, reader),
     )
     batch.bounded_by = task.options.rule if is_bounded else None
-    if was_bounded and reader.is_exact and not is_bounded:  # its gradients are to be looked at
+    if was_bounded and reads and not is_bounded:  # its gradients are to be looked at
         return take_step(task)
-    if is_bounded and not reader.is_exact and task.options.nonfinite != "ignore":
+    if is_bounded and not reads and task.options.nonfinite != "ignore":
         ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
@@ -377,7 +374,7 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     if isinstance(length, Length):
         length = Length(*length[:3])  # inner may be large
     batch.last = LastStep(task.places, length, ok)
-    is_long = reader.is_exact and isinstance(length, Length) and length.limit > 1
+    is_long = reads and isinstance(length, Length) and length.limit > 1
     batch.long_steps = batch.long_steps + 1 if is_long else 0
     return unsafe, overflowed
 
@@ -428,9 +425,9 @@ def _new_point(
     unscaled, norm = stored, None
     if batch.learns_scale or batch.scale != 1.0:
         unscaled, norm = _unscaled(stored, task, reader)
-    X, is_projected = unscaled, False
+    X, is_projected, reads = unscaled, False, reader.is_exact
     fixed: Tensors = {}
-    if task.is_due or task.is_changed or not reader.is_exact:
+    if task.is_due or task.is_changed or not reads:
         X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
         norm = norm_at(X, unscaled, norm, sums, batch.scale) if is_projected else norm
@@ -441,11 +438,11 @@ def _new_point(
     new_X, new, length = move
     if fixed:
         new = {**fixed, **new}
-    is_due = task.is_due and isinstance(reader, LaggedReader)
+    is_due = task.is_due and not reads
     for _ in range(max(_corrections_after(length, steepness, reader), is_due)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new = _replaced(new, corrected_state)
-    if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
+    if (is_first or batch.is_foreign) and reads and sums.are_local:
         warn_if_off(rule, new_X)
     overflowed = None
     # on an accelerator the flows of this package saturate and are not looked at
@@ -467,7 +464,8 @@ def _run(
     """
     batch, (X, grad, _) = task.batch, apply.args[-3:]
     scale: Scalar = batch.scale
-    watched = reader.is_exact and not X.is_inference()
+    reads = reader.is_exact
+    watched = reads and not X.is_inference()
     versions = (X._version, grad._version) if watched else None
     move = apply(lr=lr)
     if watched and versions != (X._version, grad._version):
@@ -478,7 +476,7 @@ def _run(
         check_move(apply, X, batch.declared, move)
         batch.is_new, batch.is_foreign = False, is_foreign(apply)
     steepness = _steepness(move[2], lr, grad_length, reader)
-    if reader.is_exact and _VERY_STEEP < steepness < math.inf:
+    if reads and _VERY_STEEP < steepness < math.inf:
         most = steepest(X.dtype, batch.row_count)
         if steepness > most:
             move = apply(lr=_shorter(move[2], lr, most))
@@ -568,18 +566,18 @@ def _judge(
     Where the rule bounds its steps nothing is looked at; elsewhere off a CPU there is a mask by
     weight in place of these.
     """
-    batch, limit = task.batch, LARGEST_SAFE[grad.dtype]
+    batch, limit, reads = task.batch, LARGEST_SAFE[grad.dtype], reader.is_exact
     is_bounded = batch.bounded_by is task.options.rule
-    is_bounded |= batch.is_joint and not reader.is_exact
+    is_bounded |= batch.is_joint and not reads
     if task.options.nonfinite != "skip" or is_bounded:
         return task.ok, math.inf, [], None
-    if reader.is_exact:
+    if reads:
         length = float(torch.linalg.vector_norm(grad))
         if length <= limit:  # False for NaN
             return task.ok, length, [], None
     lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
     safe = lengths <= limit
-    if not reader.is_exact:
+    if not reads:
         return batch.of_each(safe), math.inf, [], safe
     length = float(torch.linalg.vector_norm(lengths[safe]))
     unsafe = list(itertools.compress(task.places, (~safe).tolist()))
@@ -602,10 +600,10 @@ def _on_manifold(
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
-    is_due = task.is_due and reader.is_exact  # else it is removed behind the step
-    # If the step before was steep, which nobody knew in time, its rounding is still there.
-    is_due |= isinstance(reader, LaggedReader) and _VERY_STEEP < reader.steepness < math.inf
-    looks = is_due and reader.is_exact
+    # else it is removed behind the step; if the one before was steep, which nobody knew in time,
+    # its rounding is still there
+    looks = task.is_due and reader.is_exact
+    is_due = looks or _VERY_STEEP < reader.steepness < math.inf
     if not (looks or (task.is_changed and has_values(point))):
         return (*(correct(point, state, sums) if is_due else (point, {})), False)
     if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
@@ -633,22 +631,6 @@ def _on_manifold(
     return (*correct(point, state, sums), True)
 
 
-def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
-    """Return a reader with the limit that the device keeps: the host learns too late of a step.
-
-    Rounding behind a step is removed as often as the one before asks for, so that the limit is low
-    unless that one was steep.
-    """
-    most = steepest(dtype, rows)
-    if not isinstance(reader, LaggedReader):
-        reader = BlindReader()
-        reader.steepest = 0.1 * most  # rounding is removed once
-        return reader
-    known = reader.steepness = reader.known("norm", Hint(_STEEP))
-    reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
-    return reader
-
-
 # ---- after the rule ------------------------------------------------------------------------------
 
 
@@ -671,7 +653,7 @@ def _corrections_after(length: Length | Tensor | float, steepness: float, reader
         return int(not length <= 1)
     if steepness > _VERY_STEEP:
         return 5
-    return int(length.limit > 1 or not steepness <= _STEEP)  # NaN: such a gradient is discarded
+    return int(length.limit > 1 or not steepness <= STEEP)  # NaN: such a gradient is discarded
 
 
 def _shorter(length: Length | Tensor | float, lr: Scalar, most: float) -> Scalar:
@@ -697,16 +679,16 @@ def _steepness(
     bound = length.steepness
     if bound is None and not isinstance(step, Tensor):
         bound = abs(step) * grad_length  # |X'G| <= |G|
-    if bound is not None and bound <= _STEEP:
+    if bound is not None and bound <= STEEP:
         return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
     norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
-    is_sent = isinstance(reader, LaggedReader) and length.bound is not None and length.step is None
-    hint, sizes = Hint(_STEEP), lambda: norm() * abs(step)
+    is_sent = not reader.is_exact and length.bound is not None and length.step is None
+    hint, sizes = Hint(STEEP), lambda: norm() * abs(step)
     bound = length.steepness
     if bound is None:
         bound = reader.steepness if is_sent else reader.number("norm", sizes, hint)
-    if bound <= _STEEP:
+    if bound <= STEEP:
         reader.forget("stretch")
         return 0.0
     return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step), hint))

@@ -22,8 +22,9 @@ from stiefel_opt.numerics import (
     positive_qr,
     widened,
 )
-from stiefel_opt.tags import constrain, manifold_of, release, table
+from stiefel_opt.tags import constrain, manifold_of, release
 from stiefel_opt.tools.migration import from_torch_orthogonal
+from stiefel_opt.tools.report import table
 
 Line = tuple[str, str, str, str]  # parameter, what it is, its matrices, what was done
 FROM_TORCH: Final = "_stiefel_from_torch"  # {weight: (map, trivialization)}, on the owner

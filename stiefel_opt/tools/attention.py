@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_module, fail
-from stiefel_opt.tags import Stiefel, apply_readings, check_value, in_words, scaled, table
+from stiefel_opt.tags import Stiefel, apply_readings, check_value, scaled
 from stiefel_opt.tools.projections import (
     Layout,
     Names,
@@ -20,6 +20,7 @@ from stiefel_opt.tools.projections import (
     joined,
     plan_of,
 )
+from stiefel_opt.tools.report import in_words, table
 
 
 @dataclass(frozen=True)

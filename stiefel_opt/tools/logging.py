@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stiefel_opt.errors import check_integer, check_module, fail, none_found
 from stiefel_opt.numerics import has_values
-from stiefel_opt.tags import constrained, orthonormality_error, scales_of
+from stiefel_opt.tools.report import constrained, orthonormality_error, scales_of
 
 TAG = "orthonormality_error"
 Write = Callable[[dict[str, float], int], None]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import check_range, none_found
 from stiefel_opt.numerics import square_gram_error
-from stiefel_opt.tags import constrained
+from stiefel_opt.tools.report import constrained
 
 
 def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_module, fail
-from stiefel_opt.tags import Stiefel, table
+from stiefel_opt.tags import Stiefel
 from stiefel_opt.tools.attention import (
     Found,
     constrain_found,
@@ -20,6 +20,7 @@ from stiefel_opt.tools.attention import (
     remedy_for,
 )
 from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
+from stiefel_opt.tools.report import table
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from stiefel_opt import (
     rotations,
     tools,
 )
-from stiefel_opt.tags.report import Report
+from stiefel_opt.tools.report import Report
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -490,22 +490,13 @@ def test_torch_takes_our_checkpoints_of_plain_parameters():
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def drifted(value: torch.Tensor) -> torch.Tensor:
-    return value * 1.01
-
-
-def rounded(value: torch.Tensor) -> torch.Tensor:
-    return value.bfloat16()
-
-
-def broken(value: torch.Tensor) -> torch.Tensor:
-    return value * torch.nan
-
-
 LOADED = {
-    "drifted": (drifted, r"values that are off the manifold, \|X'X - I\| = 2e-02"),
-    "bfloat16": (rounded, r"values in torch.bfloat16 that are off the manifold"),
-    "NaN": (broken, r"off the manifold, \|X'X - I\| = nan"),
+    "drifted": (
+        lambda value: value * 1.01,
+        r"values that are off the manifold, \|X'X - I\| = 2e-02",
+    ),
+    "bfloat16": (torch.Tensor.bfloat16, r"values in torch.bfloat16 that are off the manifold"),
+    "NaN": (lambda value: value * torch.nan, r"off the manifold, \|X'X - I\| = nan"),
 }
 
 

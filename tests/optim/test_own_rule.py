@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from cases import mixed
 from contract import (
+    IS_ON_CPU,
     Model,
     assert_same,
     model,
@@ -696,6 +697,25 @@ def test_a_first_step_without_a_retraction_warns() -> None:
     weight, weight.grad = two_heads()
     opt = returning(lambda *move: move[2:])([weight])
     opt.step()  # no warning
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("make", [so.StiefelSGD, returning(lambda *move: move[2:])])
+def test_a_step_that_jumps_is_cut_where_the_host_waits_for_nothing(
+    make: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 0.24 or, if that is longer, to twice the length of the last one."""
+    monkeypatch.setattr(IS_ON_CPU, lambda _: waits)
+    weight = weight_of("tall")
+    opt = make([weight])
+    opt.param_groups[0].update(lr=1.0, momentum=0.0)
+    for size in (0.01, 0.01, 2.0):
+        before = weight.detach().clone()
+        tangent = so.project_tangent(before, grad_of(weight, 0))
+        weight.grad = size * tangent / torch.linalg.matrix_norm(tangent, 2)
+        opt.step()
+    angle = true_angle(before, weight.detach())
+    assert angle > 0.9 if waits else 0.1 < angle < 0.27
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, none_found
-from stiefel_opt.numerics.device import finest_dtype, has_values, widened
-from stiefel_opt.numerics.distributed import gathered
-from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance
-from stiefel_opt.tags.constraints import MOVED, readings
-from stiefel_opt.tags.layers import stacked
-from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
-from stiefel_opt.tags.points import largest_error, reading_of, wrong_signs
-from stiefel_opt.tags.uses import unsaid_batches
+from stiefel_opt.numerics import (
+    finest_dtype,
+    gathered,
+    has_values,
+    orientation,
+    orthonormality_tolerance,
+    widened,
+)
+from stiefel_opt.tags import (
+    MOVED,
+    Stiefel,
+    is_others,
+    largest_error,
+    manifold_of,
+    reading_of,
+    readings,
+    stacked,
+    unsaid_batches,
+    wrong_signs,
+)
 
 
 @torch.no_grad()
