@@ -137,6 +137,14 @@ def train(net: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> 
         opt.step()
 
 
+def trained(name: str = "sgd", steps: int = 3, **options: Any) -> tuple[Model, Any]:
+    """A model and its optimizer after a few steps."""
+    net = model()
+    opt = optimizer(name, net.named_parameters(), **options)
+    train(net, opt, 0, steps)
+    return net, opt
+
+
 def step_and_tell(opt: torch.optim.Optimizer) -> None:
     """An accelerator, for which nobody waits, tells of skipped steps no later than this."""
     opt.step()

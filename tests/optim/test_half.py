@@ -18,6 +18,7 @@ from contract import (
     model,
     optimizer,
     train,
+    trained,
     tried_with,
 )
 from torch import Tensor, nn
@@ -233,9 +234,7 @@ def test_a_write_of_the_same_value_leaves_the_master_its_digits():
 @tried_with("sgd", "adam-amsgrad")
 def test_checkpoints_cross_precisions(name):
     """A float32 training may go on in bfloat16 and back; momenta keep their digits."""
-    full = model()
-    full_opt = optimizer(name, full.parameters())
-    train(full, full_opt, 0, 3)
+    full, full_opt = trained(name)
     net, opt = pair(name)
     net.load_state_dict(full.state_dict())
     opt.load_state_dict(full_opt.state_dict())

@@ -30,6 +30,7 @@ from contract import (
     snapshot,
     through_file,
     train,
+    trained,
     tried_with,
     warnings_of,
 )
@@ -43,13 +44,6 @@ import stiefel_opt as so
 pytestmark = pytest.mark.filterwarnings("ignore:.* would not stay orthonormal")
 
 CUTS = 20  # ends of a truncated file
-
-
-def trained(name: str = "sgd", steps: int = 3, **options: Any) -> tuple[Any, Any]:
-    net = model()
-    opt = optimizer(name, net.named_parameters(), **options)
-    train(net, opt, 0, steps)
-    return net, opt
 
 
 def with_group(saved: Any, **values: Any) -> Any:
@@ -554,9 +548,7 @@ def test_a_shape_that_does_not_fit_is_torch_s_error_alone():
 
 def test_hooks_of_a_state_dict_have_torchs_places() -> None:
     """A hook sees what is saved, and may wrap it; what a hook unwraps or renames is what counts."""
-    net = model()
-    opt = optimizer("sgd", net.parameters())
-    train(net, opt, 0, 3)
+    net, opt = trained("sgd")
     seen: list[Any] = []
     opt.register_state_dict_post_hook(lambda _, packed: seen.append(copy.deepcopy(packed)))
     opt.register_state_dict_post_hook(lambda _, packed: {"wrapped": packed})
