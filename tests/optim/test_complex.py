@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from contract import (
@@ -23,11 +21,6 @@ import stiefel_opt as so
 from stiefel_opt.numerics.geometry import (
     random_point,
 )
-
-
-def batch(array: Any) -> Any:
-    return array.reshape(-1, *array.shape[-2:])
-
 
 # ---- Hermitian eigenproblems ---------------------------------------------------------------------
 

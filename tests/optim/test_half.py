@@ -13,7 +13,6 @@ from contract import (
     OPTIMIZERS,
     TABLE,
     assert_same,
-    assert_same_training,
     constrained,
     large_eps,
     model,
@@ -229,12 +228,6 @@ def test_a_write_of_the_same_value_leaves_the_master_its_digits():
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def continued(net: nn.Module, opt: Any, other: nn.Module, other_opt: Any) -> None:
-    train(net, opt, 3, 12)
-    train(other, other_opt, 3, 12)
-    assert_same_training((net, opt), (other, other_opt))
 
 
 @tried_with("sgd", "adam-amsgrad")
