@@ -103,6 +103,7 @@ def test_equals_its_definition(options, generator):
     outputs, last = module(inputs, first)
     torch.testing.assert_close(outputs, torch.stack(expected))
     assert torch.equal(last, outputs[-1])
+    assert torch.equal(module(inputs)[0], module(inputs, torch.zeros_like(first))[0])
 
 
 def test_orders_of_dimensions(generator):
