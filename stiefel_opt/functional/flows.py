@@ -18,18 +18,17 @@ from typing_extensions import override
 from stiefel_opt.numerics.device import NO_HINT, Hint, Numbers, Reader, finest_dtype, numbers_on
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
-    BLOCKED,
     MEDIUM,
     Step,
     Sums,
     add_product,
+    add_skew_product_,
     add_to_diagonal_,
     are_finite,
     bounds_of,
     defect,
     gram,
     infinity_norm,
-    is_halved,
     largest_bound,
     largest_eigenvalue,
     plus_identity,
@@ -216,7 +215,7 @@ def step_factors_of(
     if step.factor is not None:
         of_both = (of_both.view(2, count, *skew.shape[1:]) * step.factor).view_as(of_both)
         scaled_turn, scaled = of_both.unsafe_chunk(2)
-    rotation = _add_skew_product_(of_turn, skew, scaled_turn, step.number)
+    rotation = add_skew_product_(of_turn, skew, scaled_turn, step.number)
     return StepFactors(rotation, of_move, root, scaled, both.companion, step, length, products)
 
 
@@ -310,13 +309,6 @@ def _bounds(
     return rows, min(max(_MARGIN * known, _SHORT), _MOST)
 
 
-def _add_skew_product_(target: Tensor, left: Tensor, right: Tensor, alpha: float) -> Tensor:
-    """Add alpha left @ right, known to be skew, to ``target`` in place; return ``target``."""
-    if right.size(-1) >= BLOCKED and is_halved(right):
-        return target.add_(symmetric_product(left, right, sign=-1), alpha=alpha)
-    return target.baddbmm_(left, right, alpha=alpha)
-
-
 def rotation_of_square(
     compute: Callable[[], Tensor], lr: Scalar, reader: Reader, judged: Tensor | None = None
 ) -> tuple[Tensor, Length]:
@@ -327,7 +319,7 @@ def rotation_of_square(
     """
     difference, step, length = _of_square(compute, lr, reader, judged)
     root = step.times(plus_identity(difference))
-    return _add_skew_product_(difference, compute(), root, step.number), length
+    return add_skew_product_(difference, compute(), root, step.number), length
 
 
 def turned_square(

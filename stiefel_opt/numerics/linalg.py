@@ -203,6 +203,13 @@ def symmetric_product(
     return result
 
 
+def add_skew_product_(target: Tensor, left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    """Add alpha left @ right, known to be skew, to ``target`` in place; return ``target``."""
+    if is_halved(right):
+        return target.add_(symmetric_product(left, right, sign=-1), alpha=alpha)
+    return target.baddbmm_(left, right, alpha=alpha)
+
+
 def add_product_into(
     out: Tensor | None, target: Tensor, tall: Tensor, small: Tensor, alpha: float = 1.0
 ) -> Tensor:
