@@ -15,7 +15,7 @@ from stiefel_opt.errors import HALF, check_range, fail, users_level
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.geometry import scale_rounding
-from stiefel_opt.optim.checks import check_saved_lr, label, reading
+from stiefel_opt.optim.checks import check_saved_lr, in_short, label, reading
 from stiefel_opt.optim.state import (
     MOMENTS_OF_TORCH,
     ROWS,
@@ -69,9 +69,8 @@ def warn_if_nonfinite(optimizer: Any) -> None:
         finite = zip(pairs, sizes.isfinite().tolist(), strict=True)
         lost += [called for (called, _), is_finite in finite if not is_finite]
     if lost:
-        others = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         warnings.warn(
-            f"{', '.join(lost[:4])}{others} must be finite to be loaded again: what is saved "
+            f"{in_short(lost, 4)} must be finite to be loaded again: what is saved "
             "now will be refused. Go back to an earlier one, or drop this state by "
             "optimizer.state.pop(parameter); nonfinite='skip' keeps NaN out",
             stacklevel=users_level(),

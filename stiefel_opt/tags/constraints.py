@@ -36,7 +36,6 @@ from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
-    at_start,
     check_phase,
     check_projectable,
     is_alike,
@@ -45,13 +44,7 @@ from stiefel_opt.tags.points import (
     reading_of,
     rms_scale,
 )
-from stiefel_opt.tags.trained import (
-    loses_training,
-    relative_move,
-    turned_over,
-    warn_of_component,
-    warn_of_lost,
-)
+from stiefel_opt.tags.trained import FirstPoints
 from stiefel_opt.tags.uses import check_uses, warn_of_batches
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 
@@ -239,23 +232,18 @@ def apply_readings(
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
     asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
-    lost: list[tuple[str, float]] = []
     zero: list[str] = []
-    turned: list[tuple[str, str, int]] = []
+    points = FirstPoints()
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
-            other = turned_over(name, parameter, reading)
-            is_told = bool(other) or not bool(parameter.any())
-            point = nearest(parameter, at_start(reading), name, tells=not is_told)
-            turned += other
-            share = relative_move(parameter, point)
+            tells = bool(parameter.any())
+            point, share = points.nearest(name, parameter, reading, tells=tells)
             if share == math.inf:
                 zero.append(name)
             else:
                 moved[name] = share
-                lost += [(name, share)] if loses_training(parameter, reading, share) else []
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
         record(owner, leaf, reading, keeps=keeps)
@@ -265,8 +253,7 @@ def apply_readings(
         watch(owner)
         note_module(owner)
     note_module(module)
-    warn_of_lost(lost)
-    warn_of_component(turned)
+    points.warn()
     if zero:
         warnings.warn(
             f"`{zero[0]}`{f' and {len(zero) - 1} more' if len(zero) > 1 else ''}, which was zero, "
