@@ -141,8 +141,8 @@ def constrain(
         own_flatten = flatten
         if flatten is None:
             own_flatten = not names_dims and _is_kernel(owner, parameter.shape, each, is_said)
-        known = 1.0 if isinstance(scale, str) else scale
-        options = known, learn_scale, determinant, row_dims, column_dims
+        start = 1.0 if isinstance(scale, str) else scale
+        options = start, learn_scale, determinant, row_dims, column_dims
         said: Any = own_heads, rows, own_flatten, transposed, *options
         reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
@@ -178,18 +178,18 @@ def scaled(reading: Stiefel, parameter: Tensor, scale: Any, name: str) -> Stiefe
 
 def _names(module: nn.Module, name: object) -> list[str]:
     """Return the names that a name, a pattern, a list of them or a function stands for."""
-    known = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     if callable(name):
         try:
             inspect.signature(name).bind("", None)
         except TypeError:
             wanted = "take the name and the parameter"
             raise TypeError(fail("name", wanted, f"a function{inspect.signature(name)}")) from None
-        chosen = [each for each, parameter in known.items() if name(each, parameter)]
+        chosen = [each for each, parameter in parameters.items() if name(each, parameter)]
     elif isinstance(name, str):
         if not set(name) & set("*?["):
             return [name]  # find_parameter says what it cannot be
-        chosen = [each for each in known if fnmatch.fnmatchcase(each, name)]
+        chosen = [each for each in parameters if fnmatch.fnmatchcase(each, name)]
     elif isinstance(name, Iterable) and not isinstance(name, Tensor):
         chosen = [each for given in name for each in _names(module, given)]
     else:
@@ -197,7 +197,7 @@ def _names(module: nn.Module, name: object) -> list[str]:
     if callable(name) or isinstance(name, str):
         chosen = [each for each in chosen if not is_factor(module, each)]
     if not chosen:
-        shown = ", ".join(list(known)[:12]) + (", ..." if len(known) > 12 else "")
+        shown = ", ".join(list(parameters)[:12]) + (", ..." if len(parameters) > 12 else "")
         wanted = f"match a parameter of this {type(module).__name__}"
         given = getattr(name, "__name__", "a function") if callable(name) else repr(name)
         raise ValueError(fail("name", wanted, given, f"its parameters are: {shown or 'none'}"))
@@ -271,16 +271,16 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
     """
     found = [(name, *find_parameter(module, name)) for name in asked]
     wanted = {id(parameter) for _, _, _, parameter in found}
-    known: dict[int, tuple[str, Stiefel]] = {}
+    readings_of: dict[int, tuple[str, Stiefel]] = {}
     own = {(owner, leaf) for _, owner, leaf, _ in found}  # these are read anew
     for owner in dict.fromkeys(m for root in [module, *known_modules()] for m in root.modules()):
         for leaf, reading in records_of(owner).items():
             parameter = owner._parameters.get(leaf)
             if id(parameter) in wanted and (owner, leaf) not in own:
-                known[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
+                readings_of[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
     alike: dict[str, Stiefel] = {}
     for name, _, _, parameter in found:
-        other, earlier = known.setdefault(id(parameter), (name, asked[name]))
+        other, earlier = readings_of.setdefault(id(parameter), (name, asked[name]))
         if not is_alike(asked[name], earlier, parameter):
             wanted_reading = f"be read as `{other}` is, to which it is tied: {earlier}"
             remedy = "name both in one call of so.constrain, or call so.release first"
@@ -332,8 +332,8 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
     holders = _holders([owner, module, *known_modules()], parameter)
     if not holders and manifold_of(parameter, name) is None:
         raise ValueError(fail(name, "be constrained to be released", "a plain parameter"))
-    for other, known in holders:
-        _warn_if_grouped(other, known, None)
+    for other, their_leaf in holders:
+        _warn_if_grouped(other, their_leaf, None)
     _reread(holders, parameter, None)
     return module
 
@@ -474,10 +474,10 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
                     raise ValueError(FLAT.format(name))
                 raise ValueError(fail(name, wanted, "none of that name", remedy))
             reading.check(parameter.shape, name)
-            other, known = recorded.setdefault(id(parameter), (name, reading))
-            if known != reading:
+            other, earlier = recorded.setdefault(id(parameter), (name, reading))
+            if earlier != reading:
                 wanted = "be constrained alike: they are one tied parameter"
-                raise ValueError(fail(f"{other} and {name}", wanted, f"{known} and {reading}"))
+                raise ValueError(fail(f"{other} and {name}", wanted, f"{earlier} and {reading}"))
     return {
         name: (p, recorded[id(p)][1] if id(p) in recorded else _tag_of(p, name))
         for name, p in model.named_parameters()

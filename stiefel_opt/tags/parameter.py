@@ -157,15 +157,15 @@ def was_released(parameter: Tensor) -> bool:
     return id(parameter) in _RELEASED and hasattr(parameter, "is_released")
 
 
-def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
-    """Return the tag of each parameter, or None; put back one that is ``known`` and lost.
+def recalled(parameters: Iterable[Tensor], earlier: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+    """Return the tag of each parameter, or None; put back one of ``earlier`` that is lost.
 
     ``torch.utils.swap_tensors``, by which a module may convert its parameters, exchanges their
     attributes, the tag among them, while the parameter stays the same object.
     """
     tags: dict[Tensor, Any] = {}
     for parameter in parameters:
-        before = known.get(parameter)
+        before = earlier.get(parameter)
         is_missing = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
         if is_missing and isinstance(before, Stiefel):
             tag(parameter, before)  # type: ignore[arg-type]
