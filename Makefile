@@ -49,7 +49,7 @@ pytest: $(READY)
 	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-integrations: $(READY_FOR_INTEGRATIONS)
-	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/tools/test_integrations.py \
+	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/tools/test_migration.py \
 		tests/docs/test_examples.py $(PYTEST_ARGS)
 
 lint: $(READY)

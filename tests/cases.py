@@ -49,7 +49,10 @@ class Reading:
 
     def start(self, rng: np.random.Generator) -> Array:
         """A tensor whose constrained part lies on the manifold."""
-        tensor = rng.standard_normal(self.shape)
+        return self.on_the_manifold(rng.standard_normal(self.shape))
+
+    def on_the_manifold(self, tensor: Array) -> Array:
+        """Put the constrained part of a tensor there."""
         matrices = self.matrices(tensor)
         for index in np.ndindex(matrices.shape[:-2]):
             matrices[index] = self.scale * polar_factor(matrices[index])

@@ -9,7 +9,7 @@ import copy
 import io
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -113,6 +113,11 @@ def optimizer(name: str, params: Any, **options: Any) -> Any:
     return rule(params, **{**defaults, **options})
 
 
+def large_eps(name: str) -> dict[str, Any]:
+    """The eps of torch's Adam, which moves plain parameters in their own dtype, is 0 in float16."""
+    return {"eps": 1e-3} if TABLE[name].adaptive else {}
+
+
 def backward(net: nn.Module, step: int, factor: float = 1.0) -> Tensor:
     """Fill the gradients of step number `step`, the same for the same model; return the loss."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -141,11 +146,11 @@ def constrained(net: nn.Module) -> dict[str, so.ManifoldParameter]:
     return {n: p for n, p in net.named_parameters() if isinstance(p, so.ManifoldParameter)}
 
 
-def through_file(value: Any) -> Any:
+def through_file(value: Any, weights_only: bool = True) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+    return torch.load(buffer, weights_only=weights_only)
 
 
 def snapshot(net: nn.Module, opt: torch.optim.Optimizer) -> Any:
@@ -181,6 +186,14 @@ def assert_same_training(left: Any, right: Any) -> None:
             assert_same(p.detach(), q.detach(), name)
             mine, theirs = dict(opt.state.get(p, {})), dict(other_opt.state.get(q, {}))
             assert_same(dict(sorted(mine.items())), dict(sorted(theirs.items())), name)
+
+
+def fill(params: Iterable[Any], step: int, without: tuple[int, ...] = ()) -> None:
+    """Give each parameter the gradient of a step, but for those in some places."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, parameter in enumerate(params):
+        grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = None if index in without else grad.to(parameter.dtype)
 
 
 def grads(parameter: Tensor, step: int) -> Tensor:

@@ -23,20 +23,11 @@ from scipy.integrate import solve_ivp
 import stiefel_opt as so
 
 FRICTION = 1.3
-
-
 STEP_COUNTS = (64, 128)
-
-
 ROWS, COLUMNS = 6, 3
 
-
 State = tuple[Array, Array, Array]
-
-
 Stepper = Callable[..., State]
-
-
 Rates = Callable[[Array, Array, Array], State]
 
 

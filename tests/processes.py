@@ -111,3 +111,11 @@ def assert_equal_on_all(tensors: list[torch.Tensor]) -> None:
     dist.all_gather(every, mine)
     for rank, other in enumerate(every):
         assert torch.equal(mine, other), f"rank {dist.get_rank()} differs from rank {rank}"
+
+
+def part(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+    """Our share of a tensor that every process has; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    # torch 2.9 gives a view of the whole tensor
+    return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)

@@ -105,7 +105,7 @@ class Ascent:
         self._converge(min(_FINAL_PRODUCTS, products // 2))
         if self.transport.error > ACCEPTED_ERROR:
             reached = self.transport.error, self.transport.f, self.transport.g
-            self.transport.anneal()
+            self.transport.anneal(self.last)
             self._converge(self.last - self.transport.products)
             if self.transport.error > reached[0]:
                 _, self.transport.f, self.transport.g = reached
@@ -148,7 +148,7 @@ class Ascent:
             transport.forget()
             return self.solve()
         self._project()
-        transport.anneal()
+        transport.anneal(self.last)
         return transport.solve(_LARGEST_ERROR, min(_PRODUCTS, self.last - transport.products))
 
     def _project(self) -> None:

@@ -20,11 +20,29 @@ from stiefel_opt.errors import (
     fail,
     users_level,
 )
-from stiefel_opt.ot.clouds import generator_of, read_cloud, read_clouds, read_shares, written_like
+from stiefel_opt.ot.clouds import (
+    generator_of,
+    read_cloud,
+    read_clouds,
+    read_shares,
+    refuse_keywords,
+    written_like,
+)
 from stiefel_opt.ot.exact import exact_plan
 from stiefel_opt.ot.projection import projection_robust_wasserstein
 
 _ROUGH: Final = {"max_iter": 20, "tol": 1e-2}  # of the projections on the way
+_OF_POT: Final = {
+    "measures_locations": "clouds",
+    "measures_weights": "nothing: points weigh equally",
+    "X_init": "init",
+    "b": "nothing: points weigh equally",
+    "numItermax": "max_iter",
+    "stopThr": "tol, which is relative to the spread",
+    "verbose": "progress=True",
+    "log": "nothing: the result has values",
+    "numThreads": "nothing",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,6 +82,7 @@ def prw_barycenter(
     init: Any = None,
     seed: int | None = None,
     progress: bool = False,
+    **of_pot: Any,
 ) -> BarycenterResult:
     r"""Find equally weighted points that are near to all clouds in the projection-robust distance.
 
@@ -75,7 +94,7 @@ def prw_barycenter(
     for m points. The step s is 1, and halved wherever the value rises.
 
     Args:
-        clouds: Arrays ``(n_i, d)``, numpy or tensors, of equally weighted points; computed in
+        clouds: Arrays, lists or tensors, ``(n_i, d)``, of equally weighted points; computed in
             float64 on their device.
         weights: Of the clouds, not negative, summing to one. Default: equal.
         points: How many to find, m. Default: 50.
@@ -88,6 +107,7 @@ def prw_barycenter(
         init: First points, ``(m, d)``. Default: drawn from all clouds by their weights.
         seed: For these draws. Default: another one at each call.
         progress: Show a bar; needs tqdm. Default: no.
+        of_pot: None. The keywords of ``ot.lp.free_support_barycenter`` are refused with ours.
 
     Returns: See :class:`BarycenterResult`.
     Raises:
@@ -101,6 +121,7 @@ def prw_barycenter(
     Reference: Cuturi & Doucet (ICML 2014), algorithm 2, for k = d; the step is the subgradient
         of Paty & Cuturi (ICML 2019), section 4.
     """
+    refuse_keywords("prw_barycenter", of_pot, _OF_POT)
     check_flag("progress", progress)
     check_integer("max_iter", max_iter, 1)
     check_range("tol", tol, 0.0)
@@ -139,7 +160,8 @@ class _Search:
 
     def __init__(self, clouds: Sequence[Any], weights: Any, k: int, reg: float | None) -> None:
         if not isinstance(clouds, Sequence) or not clouds:
-            raise TypeError(fail("clouds", "be a list of arrays", type(clouds).__name__))
+            given = "none" if isinstance(clouds, Sequence) else type(clouds).__name__
+            raise TypeError(fail("clouds", "be a list of at least one array", given))
         read = [read_cloud(f"clouds[{number}]", each) for number, each in enumerate(clouds)]
         size = read[0].size(1)
         for number, each in enumerate(read):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from stiefel_opt.numerics import gram_error
 
 _WEIGHT_TOLERANCE = 1e-5  # float32 weights of some thousand points sum to one that well
 _SMALLEST_WEIGHT = 1e-30  # a point of less weight is no part of the plan
+_SIZES = 1e-70, 1e70  # of the largest coordinate: its fourth power is a number
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,20 @@ class Clouds:
         x, y = self.x @ projection, self.y @ projection
         squares = self.a @ x.square().sum(1) + self.b @ y.square().sum(1)
         return float((squares - 2 * (self.a @ x) @ (self.b @ y)).clamp_min(0.0))
+
+    def exchanged(self) -> Clouds:
+        """Return the second cloud as the first one; results stay of the kind of the first."""
+        return replace(
+            self,
+            x=self.y,
+            y=self.x,
+            a=self.b,
+            b=self.a,
+            in_x=self.in_y,
+            in_y=self.in_x,
+            without_x=self.without_y,
+            without_y=self.without_x,
+        )
 
     def in_kind(self, values: Tensor) -> Any:
         """Return ``values`` as the first cloud was given: numpy or torch, its dtype."""
@@ -74,8 +90,19 @@ def written_like(model: Any, values: Tensor) -> Any:
     """Return ``values`` as ``model`` was given: numpy or torch, its dtype if that is floating."""
     if isinstance(model, Tensor):
         return values.to(model.dtype if model.is_floating_point() else torch.float64)
-    floating = np.issubdtype(model.dtype, np.floating)
-    return values.cpu().numpy().astype(model.dtype if floating else float, copy=False)
+    dtype = getattr(model, "dtype", np.dtype(float))  # a list has none
+    floating = np.issubdtype(dtype, np.floating)
+    return values.cpu().numpy().astype(dtype if floating else float, copy=False)
+
+
+def refuse_keywords(
+    function: str, given: Mapping[str, object], remedies: Mapping[str, str]
+) -> None:
+    """Raise for keywords that ``function`` does not have; for POT's with what to pass instead."""
+    for name in given:
+        if name not in remedies:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        raise TypeError(fail(name, "be left out", "a keyword of POT", f"pass {remedies[name]}"))
 
 
 def read_cloud(name: str, values: Any) -> Tensor:
@@ -126,6 +153,11 @@ def read_projection(name: str, projection: Any, dimension: int, k: int | None = 
 
 def _read_array(name: str, values: Any, dims: int) -> Tensor:
     """Return ``values`` as a float64 tensor of ``dims`` dimensions; raise unless finite."""
+    if isinstance(values, list | tuple):
+        try:
+            values = np.array(values)
+        except ValueError as error:
+            raise ValueError(fail(name, "have rows of one length", "several")) from error
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "fiu":
             raise TypeError(fail(name, "hold real numbers", values.dtype))
@@ -135,7 +167,7 @@ def _read_array(name: str, values: Any, dims: int) -> Tensor:
             raise TypeError(fail(name, "hold real numbers", values.dtype))
         tensor = values.detach().to(torch.float64, copy=True)
     else:
-        raise TypeError(fail(name, "be a numpy array or a tensor", type(values).__name__))
+        raise TypeError(fail(name, "be an array, a list or a tensor", type(values).__name__))
     if tensor.ndim != dims or 0 in tensor.shape:
         shape = "(points, dimension)" if dims == 2 else "(points,)"
         raise ValueError(
@@ -143,6 +175,11 @@ def _read_array(name: str, values: Any, dims: int) -> Tensor:
         )
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(fail(name, "be finite", "NaN or inf", "remove such points"))
+    least, most = _SIZES
+    if dims == 2 and (size := float(tensor.abs().max())) and not least <= size <= most:
+        wanted = f"have a largest coordinate from {least:g} to {most:g}"
+        remedy = "divide all clouds by it, and reg by its square"
+        raise ValueError(fail(name, wanted, f"{size:.1e}", remedy))
     return tensor
 
 

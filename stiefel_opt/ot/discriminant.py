@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -11,12 +12,28 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.errors import check_flag, check_integer, check_range, fail
-from stiefel_opt.methods import minimize
+from stiefel_opt.errors import check_flag, check_integer, check_range, fail, users_level
+from stiefel_opt.methods import Minimum, minimize
 from stiefel_opt.numerics import random_point
-from stiefel_opt.ot.clouds import generator_of, read_cloud, read_projection, written_like
+from stiefel_opt.ot.clouds import (
+    generator_of,
+    read_cloud,
+    read_projection,
+    refuse_keywords,
+    written_like,
+)
 
 _NOTHING: Final = 1e-300  # added to sums that may underflow: such a point moves no mass
+_NO_RATIO: Final = 1e-6  # below it the points of a class stay where they are
+_OF_POT: Final = {
+    "p": "k",
+    "solver": "nothing: the solver is L-BFGS",
+    "sinkhorn_method": "nothing: small values of reg are safe",
+    "maxiter": "max_evaluations",
+    "verbose": "progress=True",
+    "P0": "init",
+    "normalize": "nothing: standardise X",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +72,7 @@ def wasserstein_discriminant(
     init: Any = None,
     seed: int | None = None,
     progress: bool = False,
+    **of_pot: Any,
 ) -> DiscriminantResult:
     r"""Find the projection under which classes are close to themselves and far from each other.
 
@@ -66,11 +84,13 @@ def wasserstein_discriminant(
     the gradient is taken.
 
     Args:
-        X: Points, ``(n, d)``, numpy array or tensor; computed in float64 on its device.
+        X: Points, ``(n, d)``, array, list or tensor; computed in float64 on its device. Standardise
+            features that have different units.
         y: Labels, ``(n,)``, of two classes or more.
         k: Dimension of the projection, 1 to d. Default: 2.
         reg: Regularization, in units of squared distance: large values compare means, small ones
-            the nearest points. Default: 1.
+            the nearest points, until points of a class stay where they are. Default: 1, for
+            standardised features.
         sinkhorn_iterations: Default: 10.
         max_evaluations: Most evaluations from one starting point. Default: 200.
         tol: Stop where the Riemannian gradient is ``tol`` times the largest Euclidean one so far.
@@ -79,10 +99,13 @@ def wasserstein_discriminant(
         init: First starting point, ``(d, k)`` with orthonormal columns. Default: a random one.
         seed: For random starting points. Default: another one at each call.
         progress: Show a bar; needs tqdm. Default: no.
+        of_pot: None. The keywords of ``ot.dr.wda`` are refused with ours.
 
     Returns: See :class:`DiscriminantResult`.
     Raises:
         ValueError, TypeError: for arrays or options that cannot be used, naming them.
+    Warns: where the gradient has not fallen to ``tol``, unless that is 0; where the ratio is below
+        a millionth.
 
     Note: L-BFGS, by :func:`stiefel_opt.minimize`. An evaluation costs C (C + 1) / 2 plans of C
         classes, in one batch as wide as the largest class; their exponentials and those of the
@@ -91,6 +114,7 @@ def wasserstein_discriminant(
     Reference: Flamary, Cuturi, Courty & Rakotomamonjy, Wasserstein discriminant analysis (2018),
         equation 3.
     """
+    refuse_keywords("wasserstein_discriminant", of_pot, _OF_POT)
     check_range("reg", reg, 0.0, open_low=True)
     check_integer("sinkhorn_iterations", sinkhorn_iterations, 1)
     check_integer("max_evaluations", max_evaluations, 1)
@@ -114,7 +138,21 @@ def wasserstein_discriminant(
             progress=progress,
             generator=generator,
         )
+    if (tol > 0 and not found.success) or not found.fun > _NO_RATIO:
+        _warn(found, points, reg)
     return DiscriminantResult(found.fun, written_like(X, found.x), found.success, found.nfev)
+
+
+def _warn(found: Minimum, points: Tensor, reg: float) -> None:
+    projected = points @ found.x.to(points)
+    spread = 2 * float(projected.square().sum(1).mean())
+    reason = "has not converged" if found.fun > _NO_RATIO else "leaves classes where they are"
+    warnings.warn(
+        f"wasserstein_discriminant {reason}: ratio {found.fun:.2g} after {found.nfev} evaluations, "
+        f"{found.message}; reg={reg:g} is {reg / (spread or 1.0):.1e} of the mean squared distance "
+        "of the projected points: standardise X, raise reg or max_evaluations",
+        stacklevel=users_level(),
+    )
 
 
 class _Classes:
@@ -125,6 +163,10 @@ class _Classes:
         if names.shape != (len(points),):
             wanted = f"have one label for each of the {len(points)} points of `X`"
             raise ValueError(fail("y", wanted, f"shape {names.shape}"))
+        if bool((names != names).any()) or any(name is None for name in names.tolist()):
+            raise ValueError(fail("y", "hold no missing labels", "NaN or None"))
+        if not bool(points.any()):
+            raise ValueError(fail("X", "hold points that differ", "equal ones"))
         classes = np.unique(names)
         if len(classes) < 2:
             raise ValueError(fail("y", "hold two classes or more", "1 class"))

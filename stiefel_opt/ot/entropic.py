@@ -48,18 +48,22 @@ class EntropicTransport:
         self.products = 0  # products of the kernel with a vector so far
 
     def forget(self) -> None:
-        """Go back to potentials of zero."""
-        self.f, self.g = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        """Go back to a plan that is the kernel of the cost, without weights."""
+        self.f, self.g = -self.reg * self.a.log(), -self.reg * self.b.log()
 
-    def anneal(self) -> None:
-        """Find rough potentials from nothing, by regularizations that fall to the wanted one."""
-        self.forget()
+    def anneal(self, last: int) -> None:
+        """Find rough potentials from nothing, by regularizations that fall to the wanted one.
+
+        No step begins when ``last`` products have been taken.
+        """
+        self.f, self.g = torch.zeros_like(self.a), torch.zeros_like(self.b)
         squares = self.x.square().sum(1).mean() + self.y.square().sum(1).mean()
         largest = float(squares.clamp_min(self.reg))
         for power in range(math.ceil(math.log(largest / self.reg, _ANNEALING_FACTOR)), 0, -1):
             reg = self.reg * _ANNEALING_FACTOR**power
             self._build(reg)
-            self._balance(reg, _ANNEALING_ERROR, _ANNEALING_PRODUCTS)
+            limit = min(_ANNEALING_PRODUCTS, last - self.products)
+            self._balance(reg, _ANNEALING_ERROR, limit)
 
     def solve(self, tolerance: float, limit: int, iterations: int | None = None) -> None:
         """Continue from the potentials at hand; those too far away to help are annealed anew.
@@ -75,10 +79,11 @@ class EntropicTransport:
             self.v = torch.ones_like(self.b)  # rows come first
             self._balance(self.reg, 0.0, 2 * iterations, newton=False)
             return
+        last = self.products + limit
         if not fits:
-            self.anneal()
+            self.anneal(last)
             self._build(self.reg)
-        self._balance(self.reg, tolerance, limit)
+        self._balance(self.reg, tolerance, last - self.products)
 
     def transported(self) -> tuple[Tensor, Tensor]:
         """Return plan @ y and plan' @ x, without forming the plan."""

@@ -243,6 +243,8 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
         check_flag("progress", progress)
         clouds = self._resampled(X, y, Y)
         features = clouds[0].shape[1]
+        if k is not None and not isinstance(k, Iterable):
+            raise TypeError(fail("k", "be dimensions that rise", repr(k), f"pass k=[{k}]"))
         wanted = tuple(range(1, features + 1) if k is None else k)
         for each, former in zip(wanted, (0, *wanted), strict=False):
             check_integer("k", each, former + 1, features)
@@ -273,6 +275,8 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
         clouds = self._read(X, y, Y)
         pyplot = imported("matplotlib.pyplot", "matplotlib")
         collections = imported("matplotlib.collections", "matplotlib")
+        if ax is not None and not hasattr(ax, "add_collection"):
+            raise TypeError(fail("ax", "be axes of matplotlib", type(ax).__name__))
         axes = pyplot.figure().add_subplot() if ax is None else ax
         plan = _exact_plan(clouds, self.components_.T)
         drawn = [_in_plane(cloud @ self.components_.T, row) for row, cloud in enumerate(clouds)]
@@ -296,15 +300,22 @@ class ProjectionRobustWasserstein(_NamedFeatures, _Transformer, _Estimator):  # 
             raise ValueError(fail("Y", "be left out beside `y`", "both", "pass one of them"))
         if Y is not None:
             first = _validation.validate_data(self, X, dtype=np.float64, reset=fits)
-            second = _validation.validate_data(self, Y, dtype=np.float64, reset=False)
+            _validation.validate_data(self, Y, reset=False, skip_check_array=True)
+            second = _utils.check_array(Y, dtype=np.float64, input_name="Y")
             labels = np.arange(2)
         else:
+            shape = np.shape(y)
+            if len(shape) > 1 and shape[1] > 1:
+                raise ValueError(
+                    fail("y", "be labels (n,)", f"shape {shape}", "pass a cloud as Y=")
+                )
             points, y = _validation.validate_data(self, X, y, dtype=np.float64, reset=fits)
             _multiclass.check_classification_targets(y)
             labels = np.unique(y)
             if len(labels) != 2:
-                given = "1 class" if len(labels) == 1 else f"{len(labels)} classes"
-                remedy = "or pass the second cloud as Y="
+                given, remedy = f"{len(labels)} classes", "or pass the second cloud as Y="
+                if len(labels) == 1:
+                    given, remedy = "1 class", f"{remedy}; in cross-validation StratifiedKFold"
                 raise ValueError(fail("y", "hold two labels", given, remedy))
             if not fits and not np.array_equal(labels, self.classes_):
                 known = " and ".join(map(str, self.classes_))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,13 @@ from stiefel_opt.errors import (
 )
 from stiefel_opt.numerics import random_point
 from stiefel_opt.ot.ascent import ACCEPTED_ERROR, Ascent, Iteration, OptimizerFactory
-from stiefel_opt.ot.clouds import Clouds, generator_of, read_clouds, read_projection
+from stiefel_opt.ot.clouds import (
+    Clouds,
+    generator_of,
+    read_clouds,
+    read_projection,
+    refuse_keywords,
+)
 from stiefel_opt.ot.entropic import EntropicTransport
 
 # In units of the mean squared distance under the first projection.
@@ -33,8 +39,8 @@ _SMALLEST_REG: Final = 1e-13
 _STEP_PRODUCTS: Final = 500
 _LEAST_STEPS: Final = 10
 _OF_POT: Final = {
-    "tau": "optimizer=lambda params: so.ot.RGAS(params, lr=tau / reg), sinkhorn_iterations=1, or "
-    "neither, for steps whose length is chosen",
+    "tau": "optimizer=lambda params: so.ot.RGAS(params, lr=tau / reg), sinkhorn_iterations=1, "
+    "tol=0, for steps of POT's, or neither, for steps whose length is chosen",
     "U0": "init",
     "maxiter": "max_iter",
     "stopThr": "tol, which is relative to the gradient",
@@ -92,7 +98,7 @@ def projection_robust_wasserstein(
     y: Any,
     a: Any = None,
     b: Any = None,
-    *,
+    *tau: Any,
     k: int = 2,
     reg: float | None = None,
     optimizer: OptimizerFactory | None = None,
@@ -113,7 +119,7 @@ def projection_robust_wasserstein(
         |U^\top (x_i - y_j)|^2 + \mathrm{reg}\, \mathrm{KL}(\pi \,\|\, a b^\top)
 
     Args:
-        x, y: Clouds, ``(n, d)`` and ``(m, d)``, numpy arrays or tensors; the result is of the kind
+        x, y: Clouds, ``(n, d)`` and ``(m, d)``, arrays, lists or tensors; the result is of the kind
             and dtype of x, computed in float64 on its device.
         a, b: Their weights, ``(n,)`` and ``(m,)``, not negative, summing to one. Default: equal.
         k: Dimension of the projection, 1 to d. Default: 2.
@@ -137,13 +143,15 @@ def projection_robust_wasserstein(
         seed: For the other starting points, which are random. Default: another one at each call.
         sinkhorn_iterations: So many after a step instead of as many as the gradient asks for, and
             with an ``optimizer`` so many from nothing before the first, as in the published
-            algorithms. The plan that is returned is converged all the same.
+            algorithms: POT's iteration, y before x from scalings of one. The plan that is returned
+            is converged all the same.
         max_products: About the most products of the kernel with a vector, n m operations each, in
-            the whole call; no step begins beyond half of them. Default: 500 for each of
-            ``max_iter`` steps and starting points, and for ten steps at least; more if
-            ``sinkhorn_iterations`` takes more.
+            the whole call; a solution that has begun may take a hundred more. No step begins beyond
+            half of them. Default: 500 for each of ``max_iter`` steps and starting points, and for
+            ten steps at least; more if ``sinkhorn_iterations`` takes more.
         progress: Show a bar; needs tqdm. Default: no.
-        of_pot: None. The keywords of ``ot.dr.projection_robust_wasserstein`` are refused with ours.
+        tau, of_pot: None. The arguments of ``ot.dr.projection_robust_wasserstein`` are refused with
+            ours.
 
     Returns: See :class:`PRWResult`.
     Raises:
@@ -157,10 +165,13 @@ def projection_robust_wasserstein(
         squared distance and below. Nothing of size d x d; the plan is the only n x m array.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
-    for name in of_pot:
-        raise TypeError(_refusal(name))
+    refuse_keywords(
+        "projection_robust_wasserstein", {"tau": tau, **of_pot} if tau else of_pot, _OF_POT
+    )
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
+    published = optimizer is not None and sinkhorn_iterations is not None
+    clouds = clouds.exchanged() if published else clouds
     k = check_integer("k", k, 1, clouds.dimension)
     counts = {"sinkhorn_iterations": sinkhorn_iterations, "max_products": max_products}
     _check_options(reg, max_iter, tol, restarts, counts, progress, optimizer)
@@ -185,6 +196,8 @@ def projection_robust_wasserstein(
         exhausted = best.is_exhausted()
         best.finish(max(most - transport.products, most // 4))
         result = _result(clouds, best, [ascent.objective for ascent in ascents])
+    if published:
+        result = replace(result, plan=result.plan.T, potentials=result.potentials[::-1])
     if not result.converged:
         _warn(result, transport.products, most, max_iter, tol, exhausted)
     return result
@@ -208,12 +221,6 @@ def _warn(
         f"{result.reg:.2g}, which makes the objective smoother",
         stacklevel=users_level(),
     )
-
-
-def _refusal(name: str) -> str:
-    if name not in _OF_POT:
-        return f"projection_robust_wasserstein() got an unexpected keyword argument {name!r}"
-    return fail(name, "be left out", "a keyword of POT", f"pass {_OF_POT[name]}")
 
 
 def _check_options(

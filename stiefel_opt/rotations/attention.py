@@ -32,13 +32,28 @@ def add_turn(decoder: Decoder, turn: Turn | Mapping[str, Turn]) -> None:
     for layer in decoder.layers:
         own = turn[layer.name] if isinstance(turn, Mapping) else turn
         layer.attention.__dict__.setdefault(TURNS, []).append(own)
+        if _keep_turns not in layer.attention._forward_pre_hooks.values():
+            layer.attention.register_forward_pre_hook(_keep_turns)
+    _register(config)
+
+
+def _register(config: Any) -> None:
+    """Make the attention that ``config`` names one that turns."""
+    base = config._attn_implementation
     if base.startswith(PREFIX):
         return
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     functions.register(PREFIX + base, functools.partial(_attend, base))
-    masks.register(PREFIX + base, masks[base])
+    if base in masks:
+        masks.register(PREFIX + base, masks[base])
     config._attn_implementation = PREFIX + base
+
+
+def _keep_turns(attention: nn.Module, _: Any) -> None:
+    """Pre-hook: ``set_attn_implementation`` may have named another attention meanwhile."""
+    if attention.__dict__.get(TURNS):
+        _register(attention.config)
 
 
 def chooses_attention(decoder: Decoder) -> bool:

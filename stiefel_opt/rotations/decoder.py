@@ -16,6 +16,7 @@ from stiefel_opt.numerics import is_sharded
 from stiefel_opt.rotations.description import FAMILIES, LLAMA, Description, from_dict
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
+CALL = "call_load_online_"  # how the notes of online rotations end
 OWN = "_stiefel_config"  # of a model: the config that it shares with no other
 HARMLESS = {"q_norm", "k_norm", "rotary_emb", "act_fn", "rotary_fn"}  # nothing that is rotated
 LOOKED_FOR = (
@@ -336,7 +337,8 @@ def quantization_of(model: nn.Module) -> str | None:
     if config is None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-    return str(getattr(method, "value", method))
+    name = str(getattr(method, "value", method))
+    return None if name.endswith(CALL) else name
 
 
 # ---- what was done to a model --------------------------------------------------------------------

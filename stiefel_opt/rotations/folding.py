@@ -21,7 +21,7 @@ from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import install, usable_decoder
 from stiefel_opt.rotations.quantizers import Rotation, check_prepared, turned
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_online, check_rotations, polished
-from stiefel_opt.rotations.verification import verified
+from stiefel_opt.rotations.verification import float32_copy, verified
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -39,9 +39,10 @@ def fold_(model: ModelT, rotations: Rotations, *, verify: Tensor | None = None) 
 
     take the place of embedding, weights and biases; the bias of a LayerNorm becomes b R1. What is
     online, R3 and R4, becomes hooks of the model; ``save_pretrained`` writes their names into the
-    config, and :func:`load_online_` restores them after loading. A buffer named
-    ``online_R4_call_load_online_`` stands in the checkpoint, so that what loads it reports a name
-    that it does not know. Adapters may be trained and merged: R4 acts outside of them.
+    config, and :func:`load_online_` restores them after loading. ``online_R4_call_load_online_``
+    stands in the checkpoint as a buffer and in the config as a method of quantisation, so that
+    what loads them reports a name that it does not know; the latter survives a model that is saved
+    without the call. Adapters may be trained and merged: R4 acts outside of them.
 
     Args:
         model: A model that :func:`prepare_` has prepared, or any where ``rotations`` have no R1;
@@ -65,6 +66,8 @@ def fold_(model: ModelT, rotations: Rotations, *, verify: Tensor | None = None) 
         require_values(linear.name, linear.parameter)
     for name, embedding in decoder.embeddings:
         require_values(name, embedding.weight)
+    if (wide := float32_copy(decoder.model, verify)) is not None:
+        fold_(wide, rotations, verify=verify)
     with verified(decoder.model, verify, "folded"):
         mark(decoder.model, "half folded")  # an interrupted model cannot be used
         _turn(decoder, rotations)

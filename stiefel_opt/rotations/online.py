@@ -3,6 +3,10 @@
 R4 turns the product of an MLP on its way into ``down_proj``. It must act outside everything that
 wraps this layer: an adapter inside of which W alone is turned cannot be merged into W. So the hook
 of R4 belongs to the MLP, and moves to whatever stands in the place of ``down_proj``.
+
+Two notes name the call that is missing after loading: a buffer, in transformers' load report, and a
+method of quantisation, of which transformers says that it does not know it. A model that is saved
+without the call loses the buffer, not the method.
 """
 
 from __future__ import annotations
@@ -14,11 +18,20 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import fail
 from stiefel_opt.rotations.attention import TURNS, add_turn
-from stiefel_opt.rotations.decoder import Decoder, Layer, Linear, read_decoder, state_of
+from stiefel_opt.rotations.decoder import (
+    CALL,
+    Decoder,
+    Layer,
+    Linear,
+    own_config,
+    quantization_of,
+    read_decoder,
+    state_of,
+)
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 
 TURNED = "_stiefel_turned"  # of an MLP: name and module of the layer whose input R4 turns
-NOTE = "online_{}_call_load_online_"  # a buffer: what loads the checkpoint reports this name
+NOTE = "online_{}_" + CALL
 
 
 def install(decoder: Decoder, online: tuple[str, ...]) -> None:
@@ -32,6 +45,9 @@ def install(decoder: Decoder, online: tuple[str, ...]) -> None:
         for name, owner in owners.items():
             if name in online:
                 owner.register_buffer(NOTE.format(name), torch.ones(()))
+    config = own_config(decoder.model)
+    if online and config is not None and quantization_of(decoder.model) is None:
+        config.quantization_config = {"quant_method": NOTE.format("_".join(online))}
     if "R3" in online and not _turns_keys(decoder.layers[0]):
         turns = {layer.name: _TurnBoth() for layer in decoder.layers}
         add_turn(decoder, turns)

@@ -19,7 +19,7 @@ from stiefel_opt.rotations.decoder import (
     state_of,
 )
 from stiefel_opt.rotations.description import NORMS, Description
-from stiefel_opt.rotations.verification import verified
+from stiefel_opt.rotations.verification import float32_copy, verified
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -44,8 +44,8 @@ def prepare_(
             GPT-NeoX, Falcon, OPT), or any with ``description``; in any floating-point dtype.
         description: From :func:`describe`; kept in the config. Default: that of the family.
         verify: Token ids, ``(batch, tokens)``, on which outputs before and after are compared;
-            where they differ by more than 1e-4 of the largest (0.1 in half precision), everything
-            is put back to the bit. Default: no comparison.
+            where they differ by more than 1e-4 of the largest, everything is put back to the bit. A
+            model in half precision is changed if a float32 copy passes. Default: no comparison.
 
     Returns: The model.
     Raises:
@@ -55,7 +55,8 @@ def prepare_(
             prepared already; for weights that are constrained; for outputs that differ.
         TypeError: for weights that are quantised or sharded, or a ``model`` that is no module.
     Note: One product for each weight, rounded once to its dtype; untying adds one embedding.
-        ``verify`` takes two forward passes and a copy of the weights.
+        ``verify`` takes two forward passes and a copy of the weights, in half precision four
+        passes and a float32 copy with a copy of its own.
     """
     decoder = read_decoder(model, description=description)
     if state := state_of(decoder.model).get("state"):
@@ -76,6 +77,8 @@ def prepare_(
                     fail(f"weight behind {norm.name}", "be plain", "constrained", remedy)
                 )
             require_values(reader.name, reader.parameter)
+    if (wide := float32_copy(decoder.model, verify)) is not None:
+        prepare_(wide, description=description, verify=verify)
     with verified(decoder.model, verify, "prepared"):
         mark(decoder.model, "half prepared")  # an interrupted model cannot be used
         _untie(decoder)

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import HALF, fail
 from stiefel_opt.rotations.decoder import own_config
 
-TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1  # of the largest logit
+TOLERANCE = 1e-4  # of the largest logit
+HALF_TOLERANCE = 0.1  # of a model whose float32 copy has passed: an overflow
 STRUCTURE = ("_parameters", "_buffers", "_forward_pre_hooks", "_non_persistent_buffers_set")
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def float32_copy(model: ModelT, ids: object) -> ModelT | None:
+    """Return a copy to verify first, if that is wanted; None for a model that is no half one.
+
+    Rounded to half precision, logits of a right change differ as much as those of a wrong one.
+    """
+    if ids is None or not _has_halves(model):
+        return None
+    wide = copy.deepcopy(model)
+    for each in (*wide.parameters(), *wide.buffers()):
+        if each.dtype in HALF:
+            each.data = each.data.float()
+    return wide
+
+
+def _has_halves(model: nn.Module) -> bool:
+    return any(each.dtype in HALF for each in model.parameters())
 
 
 @contextlib.contextmanager
@@ -30,8 +53,7 @@ def verified(model: nn.Module, ids: object, done: str) -> Iterator[None]:
         yield
         after = _logits(model, ids)
         error = float((after - before).abs().max() / before.abs().max())
-        half = any(each.element_size() < 4 for each in model.parameters())
-        if not error <= (HALF_TOLERANCE if half else TOLERANCE):
+        if not error <= (HALF_TOLERANCE if _has_halves(model) else TOLERANCE):
             remedy = (
                 "the weights are as they were; look for a reader or writer of the stream that is "
                 "not in the description, or for another kind of norm"

@@ -104,9 +104,3 @@ def test_tests_of_the_core_name_no_client(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         found = clients_in(node)
         assert not found, f"line {node.lineno}: {found} belongs to the tests of its client"  # type: ignore[attr-defined]
-
-
-def test_no_table_is_folded_into_one_test() -> None:
-    """A loop over rows hides those behind the first that fails."""
-    for path in sorted(TESTS.rglob("test_*.py")):
-        assert "in_one_" + "test" not in path.read_text(encoding="utf-8"), path

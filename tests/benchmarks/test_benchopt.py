@@ -1,8 +1,6 @@
 """The benchmark of optimizers side by side: its problems, its search of a rate, its table."""
 
 import importlib
-import itertools
-import json
 import math
 from pathlib import Path
 from types import ModuleType
@@ -93,57 +91,3 @@ def test_the_search_ends_between_two_worse_rates(program: ModuleType) -> None:
     runs |= at(program, 10.0, 5.0, reached=7)  # the target, once reached, comes first
     assert program.best_rate(runs) == 10.0
     assert math.isnan(program.best_rate(at(program, math.nan, 1.0)))
-
-
-def test_a_rate_is_chosen_by_all_of_its_seeds_and_by_no_other(program: ModuleType) -> None:
-    sure, bold = at(program, 0.1, 1.0, reached=150), at(program, 1.0, 1.0, reached=90)
-    assert program.best_rate(sure | bold) == 1.0
-    bold[f"1 {program.CHOOSING[-1]}"] = {"value": 1.0}  # does not arrive
-    assert program.best_rate(sure | bold) == 0.1
-    lucky = at(program, 1.0, 1.0, reached=200)
-    lucky[f"1 {program.CHOOSING[0]}"] = {"value": 1.0, "reached": 10}
-    assert program.best_rate(sure | lucky) == 0.1
-    assert program.best_rate(at(program, 0.3, 5.0, 1.0, 1.0, 1.0, 1.0) | at(program, 3, 1.7)) == 3
-    assert program.best_rate(at(program, 1, 1, 1, 1, 1, math.nan) | at(program, 3, 9.0)) == 3
-    shown = {f"10 {seed}": {"value": 0.0} for seed in program.SEEDS}
-    assert program.best_rate(sure | shown) == 0.1
-    assert program.shown(sure | shown) == {}
-    assert program.shown(at(program, 10, 0.5) | shown) == shown
-    some = at(program, 3, 0.0)
-    del some[f"3 {program.CHOOSING[0]}"]  # has not run at all of them
-    assert program.best_rate(sure | some) == 0.1
-
-
-def test_what_is_missing_is_run_and_nothing_else(
-    program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Of each solver: the first rates and the neighbours of the best at their seeds, then it."""
-    calls: list[tuple[str, float, int]] = []
-
-    def solve(_problem, wanted, seeds):
-        found: dict[str, dict] = {}
-        for solver, rates in wanted.items():
-            for rate, seed in itertools.product(rates, seeds):
-                calls.append((solver.key, rate, seed))
-                worse = 0 if math.isnan(rate) else abs(math.log(rate))
-                found.setdefault(solver.key, {})[f"{rate:g} {seed}"] = {"value": worse}
-        return found
-
-    monkeypatch.setattr(program, "solve", solve)
-    known = program.fill("PCA", tmp_path)
-    name = program.PACKAGES["StiefelSGD"].key
-    tried = {(rate, seed) for rate in (*program.FIRST, 1.0, 3.0) for seed in program.CHOOSING}
-    mine = [(rate, seed) for solver, rate, seed in calls if solver == name]
-    assert sorted(mine) == sorted(tried | {(1.0, seed) for seed in program.SEEDS})
-    search = [seed for solver, _, seed in calls if solver == program.SEARCH.key]
-    assert sorted(search) == sorted({*program.CHOOSING, *program.SEEDS})
-    calls.clear()
-    assert program.fill("PCA", tmp_path) == known
-    assert calls == []
-    del known[name][f"0.1 {program.CHOOSING[2]}"]
-    (tmp_path / "PCA.json").write_text(json.dumps(known))
-    program.fill("PCA", tmp_path)
-    assert set(calls) == {(name, 0.1, seed) for seed in program.CHOOSING}
-    monkeypatch.setattr(program, "solve", lambda *_: {})
-    with pytest.raises(RuntimeError, match="has not run all"):
-        program.fill("ICA", tmp_path)

@@ -3,7 +3,6 @@
 import importlib
 import re
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,6 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 figures = importlib.import_module("benchmarks.common.figures")
-
-SAME = [  # one method under two names
-    {"ProjectedRGD", "ProjectedRGD, cayley"},
-    {"RGD-C-C", "RGD-C-C (ours)"},
-    {"unconstrained", "unconstrained, same initialisation"},
-    {"HR", "sequential HR"},
-    {"EXPRNN", "exponential"},
-    {"SCORNN", "Cayley by solve"},
-    {"StiefelSGD, published flows", "Kong et al. as published", "Algorithm 1"},
-    {"SGDG", "Li et al. as published", "CayleySGD as released"},
-    {"SGD with penalty", "SGD, regularized"},
-    {"Adam with penalty", "Adam, regularized"},
-]
-
-
-def test_no_two_methods_look_alike() -> None:
-    names = defaultdict(set)
-    for name, look in figures.STYLES.items():
-        names[look[:2]].add(name)
-    assert [alike for alike in names.values() if len(alike) > 1 and alike not in SAME] == []
 
 
 @pytest.fixture
@@ -56,27 +35,6 @@ def test_a_picture_is_drawn_from_the_results_beside_it(
     assert not list(tmp_path.glob("*.tmp*"))
     for figure in drawn_figures:
         methods_look_as_everywhere(figure)
-
-
-@pytest.mark.slow  # seconds each
-@pytest.mark.usefixtures("example")
-@pytest.mark.parametrize("name", figures.DRAWN)
-def test_legends_cover_nothing(name: str, tmp_path: Path, drawn_figures: list[Any]) -> None:
-    for file in RESULTS.glob("*.json"):
-        shutil.copy(file, tmp_path)
-    figures.main([name, "--folder", str(tmp_path)])
-    for figure in drawn_figures:
-        figure.draw_without_rendering()
-        titles = [*(axis.title for axis in figure.axes), *filter(None, [figure._suptitle])]
-        for legend in figure.legends:
-            box = legend.get_window_extent()
-            assert not any(box.overlaps(axis.get_tightbbox()) for axis in figure.axes)
-            assert not any(box.overlaps(title.get_window_extent()) for title in titles)
-        for axis in (axis for axis in figure.axes if axis.get_legend()):
-            box = axis.get_legend().get_window_extent()
-            for line in axis.lines:
-                assert not box.count_contains(line.get_transform().transform(line.get_xydata()))
-            assert not any(box.overlaps(bar.get_window_extent()) for bar in axis.patches)
 
 
 def methods_look_as_everywhere(figure: Any) -> None:

@@ -68,21 +68,3 @@ def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
     repeated = row["held_out"]["topics"]["perplexities"]
     assert row["held_out"]["topics"]["perplexity"] == pytest.approx(math.sqrt(math.prod(repeated)))
     assert repeated == pytest.approx([repeated[0]] * 2, rel=1e-2)
-
-
-@pytest.mark.parametrize(("best", "tried"), [(0.1, 3), (0.03, 4), (1.0, 5), (0.001, 7)])
-def test_a_grid_of_rates_encloses_the_best(bench: ModuleType, best: float, tried: int) -> None:
-    known: list[float] = []
-
-    class Parabola(bench.Bench):
-        def __init__(self) -> None:
-            self.options = SimpleNamespace(rates=None)
-
-        def train(self, method: Any, rate: float, *_: Any, **__: Any) -> dict[str, Any]:
-            assert method.name == "StiefelAdam"
-            known.append(rate)
-            return {"loss": [1 + math.log(rate / best) ** 2] * 4}
-
-    assert Parabola().tune(bench.METHODS["StiefelAdam"]) == pytest.approx(best)
-    assert len(known) == len(set(known)) == tried
-    assert min(known) < best < max(known)

@@ -29,20 +29,3 @@ def test_captured_steps_are_compared_with_eager_ones(rule: Any) -> None:
     assert first == "eager, cuda_graph=False"
     assert second.startswith("captured")
     assert 0 <= float((eager - captured).abs().max()) < gpu.NEAR
-
-
-@pytest.mark.parametrize(
-    ("ours", "difference", "how", "count"),
-    [
-        (0.8, 1e-15, "captured, 2 CUDA graphs", 0),
-        (0.95, 1e-15, "captured, 2 CUDA graphs", 1),
-        (0.8, 1e-3, "captured, 2 CUDA graphs", 1),
-        (0.8, float("nan"), "captured, 2 CUDA graphs", 1),
-        (0.8, 0.0, "eager, as are the first 3 steps", 1),
-    ],
-)
-def test_what_fails_is_named(ours: float, difference: float, how: str, count: int) -> None:
-    times = dict.fromkeys((name for names in gpu.RIVALS.values() for name in names), 1.0)
-    times |= {gpu.SGD + gpu.CAPTURED: ours, gpu.ADAM + gpu.CAPTURED: 0.5}
-    row = {"label": "one", "contestants": {name: {"median_ms": ms} for name, ms in times.items()}}
-    assert len(gpu.failures([row], {gpu.SGD: (difference, how)})) == count

@@ -1,7 +1,6 @@
 """When to constrain: the copies of a batch, torch's rules in it, and what its file says."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,7 @@ pytest.importorskip("sklearn")
 
 from benchmarks.accuracy import when_to_constrain
 from benchmarks.accuracy.small_arms import ARMS, DECIDING, begun
-from benchmarks.accuracy.small_networks import Pixels, Text
-from benchmarks.accuracy.when_to_constrain import MEASURES, NETWORKS, Job, train
+from benchmarks.accuracy.when_to_constrain import NETWORKS
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 CONSTANT = {"momentum_decay": 1e4, "decoupled_weight_decay": True, "weight_decay": 0.01}
@@ -54,56 +52,6 @@ def test_the_rules_are_those_of_torch(name: str) -> None:
 
 def test_a_scaled_copy_trains_as_the_package_does() -> None:
     assert when_to_constrain.check() < 1e-5
-
-
-def random_pixels(name: str, _: Path, count: int, pool: int) -> Pixels:
-    """As many pixels as the data have."""
-    size = {"digits": 64, "mnist": 196, "cifar10": 192}[name]
-    generator = torch.Generator().manual_seed(count + pool)
-    inputs, labels = torch.randn(80, size, generator=generator), torch.arange(80) % 10
-    return Pixels((inputs, labels), (inputs[:40], labels[:40]))
-
-
-@pytest.fixture
-def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(when_to_constrain, "pixels", random_pixels)
-    monkeypatch.setattr(
-        when_to_constrain, "sentences", lambda *_: Text("to be or not to be? " * 99)
-    )
-
-
-SMALL = [name for name in when_to_constrain.EVERY if "width" not in name]
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.usefixtures("without_data")
-def test_a_copy_trains_as_it_does_alone(name: str) -> None:
-    network = when_to_constrain.EVERY[name](Path())
-    network.steps = 3
-    arms = ("NAdam", "Muon", "learned, pull .3")
-    several = train(network, Job("", name, arms, (0.01, 0.03), (0, 1)))
-    for row in several[1::5]:
-        (alone,) = train(network, Job("", name, (row["arm"],), (row["rate"],), (row["seed"],)))
-        for key in ("train", "test"):
-            assert math.isclose(row[key], alone[key], rel_tol=2e-3), row
-
-
-@pytest.mark.usefixtures("without_data")
-def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
-    jobs = [Job("stage 1", "perceptron, digits", ("NAdam",), (0.01,), (0,), 0.01)]
-    when_to_constrain.run(jobs, Path(), tmp_path)
-    (path,) = tmp_path.iterdir()
-    before = path.stat().st_mtime_ns
-    when_to_constrain.run(jobs, Path(), tmp_path)
-    assert path.stat().st_mtime_ns == before
-    (file,) = when_to_constrain.merged(tmp_path).values()
-    runs = when_to_constrain.unpacked(file["parts"]["stage 1"])
-    (row,) = map(json.loads, path.read_text().splitlines()[1:])
-    values = runs["perceptron, digits"]["NAdam"]
-    assert values["rates"] == [0.01]
-    assert [values[name][0][0] for name in MEASURES] == pytest.approx(
-        [row[name] for name in MEASURES], rel=1e-2
-    )
 
 
 def test_every_arm_runs_and_has_its_row() -> None:

@@ -11,6 +11,7 @@ from contract import (
     assert_same_training,
     backward,
     constrained,
+    large_eps,
     model,
     optimizer,
     through_file,
@@ -22,28 +23,38 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
 
-
-def continued(net, opt, other, other_opt):
-    train(net, opt, 3, 9)
-    train(other, other_opt, 3, 9)
-    assert_same_training((net, opt), (other, other_opt))
+OPTIONS = [{}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}]
 
 
-@pytest.mark.parametrize(("name", "full"), in_turn(RULES, [False, True]))
-def test_distributed_state_dict_round_trip(name, full):
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        *in_turn([*RULES, *OF_EACH_KIND], OPTIONS, [torch.float32]),
+        *in_turn(OF_EACH_KIND, OPTIONS, [torch.bfloat16]),
+    ],
+)
+def test_a_state_dict_by_names_continues_bit_for_bit(name, options, dtype):
     """In one process without a process group; the fresh optimizer makes its state by lr = 0."""
-    options = dcp.StateDictOptions(full_state_dict=full)
-    net = model()
-    opt = optimizer(name, net.parameters())
+    options = dcp.StateDictOptions(**options)
+    net = so.retag(model().to(dtype))
+    eps = large_eps(name)
+    opt = optimizer(name, so.param_groups(net), **eps)
     train(net, opt, 0, 3)
     saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
-    assert "q.weight" in saved["state"]
+    if options.flatten_optimizer_state_dict:
+        assert f"state.q.weight.{TABLE[name].state}" in saved
+    else:
+        assert "q.weight" in saved["state"]
     fresh = copy.deepcopy(net)
     before = copy.deepcopy(fresh.state_dict())
-    fresh_opt = optimizer(name, fresh.parameters(), lr=1.0)
+    fresh_opt = optimizer(name, so.param_groups(fresh), lr=1.0, **eps)
     dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
     assert_same(fresh.state_dict(), before)
-    continued(net, opt, fresh, fresh_opt)
+    if dtype is torch.bfloat16:
+        assert fresh_opt.state[fresh.up.weight]["master"].dtype == torch.float32
+    train(net, opt, 3, 9)
+    train(fresh, fresh_opt, 3, 9)
+    assert_same_training((net, opt), (fresh, fresh_opt))
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
@@ -55,38 +66,6 @@ def test_distributed_state_dict_of_an_optimizer_that_never_stepped(name):
     assert_same(net.state_dict(), before)
     assert set(saved["state"]) >= set(constrained(net))
     assert opt.param_groups[0]["lr"] == OPTIMIZERS[name][1]["lr"]
-
-
-@pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_distributed_state_dict_finds_parameters_in_another_order(name):
-    """Names, not places, say what belongs to which parameter."""
-    net = model()
-    opt = optimizer(name, net.parameters())
-    train(net, opt, 0, 3)
-    saved = through_file(dcp.get_optimizer_state_dict(net, opt))
-    fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, list(fresh.parameters())[::-1])
-    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved)
-    backward(net, 3)
-    backward(fresh, 3)
-    opt.step()
-    fresh_opt.step()
-    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-@pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_distributed_state_dict_flattened(name):
-    options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
-    net = model()
-    opt = optimizer(name, so.param_groups(net))
-    train(net, opt, 0, 3)
-    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
-    assert f"state.q.weight.{TABLE[name].state}" in saved
-    fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, so.param_groups(fresh))
-    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
-    continued(net, opt, fresh, fresh_opt)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +98,21 @@ def test_distributed_state_dict_of_another_reading_is_refused(name, named):
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_names_stay_with_their_parameters_in_another_order(name):
+@pytest.mark.parametrize("listed", ["parameters", "named_parameters"])
+def test_names_stay_with_their_parameters_in_another_order(name, listed):
+    """Names, not places, say what belongs to which parameter."""
     net = model()
-    opt = optimizer(name, net.named_parameters())
-    train(net, opt, 0, 1)
+    opt = optimizer(name, getattr(net, listed)())
+    train(net, opt, 0, 3)
     saved = through_file(dcp.get_optimizer_state_dict(net, opt))
     fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, list(fresh.named_parameters())[::-1])
+    fresh_opt = optimizer(name, list(getattr(fresh, listed)())[::-1])
     dcp.set_optimizer_state_dict(fresh, fresh_opt, saved)
     (group,) = fresh_opt.param_groups
-    names = {id(p): key for key, p in fresh.named_parameters()}
-    assert group["param_names"] == [names[id(p)] for p in group["params"]]
+    if listed == "named_parameters":
+        names = {id(p): key for key, p in fresh.named_parameters()}
+        assert group["param_names"] == [names[id(p)] for p in group["params"]]
+    train(net, opt, 3, 4)
+    train(fresh, fresh_opt, 3, 4)
+    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

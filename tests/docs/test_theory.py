@@ -408,30 +408,6 @@ def test_the_published_transport_lengthens(turns: bool, generator: Source) -> No
         torch.testing.assert_close(found, grown, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("a", METRICS)
-def test_a_step_is_of_first_order(a: float, generator: Source) -> None:
-    """Proposition 8; other transports: test_dynamics.py."""
-    f, gamma, errors = Weighted(9, 4, generator), 0.7, []
-    start = draw(0.0, generator)
-    expected = integrate(motion(f, a, 2 * a - 1, gamma), start, 1.0, 100)[-1]
-    for steps in (40, 80, 160):
-        mu, h = math.exp(-gamma / steps), 1 / steps
-        c = (1 - mu) / gamma
-        X, Y, V = start
-        weight = so.ManifoldParameter(X.clone())
-        optimizer = so.StiefelSGD([weight], lr=c * h, momentum=mu, metric=a)
-        optimizer.set_velocity(weight, Y / c, V / c)
-        for _ in range(steps):
-            weight.grad = f.gradient(weight.detach())
-            optimizer.step()
-        Z, U = optimizer.velocity(weight)
-        found = (weight.detach(), c * Z, c * U)
-        errors.append([float((x - y).norm()) for x, y in zip(found, expected, strict=True)])
-    for coarse, middle, fine in zip(*errors, strict=True):
-        assert math.log2(coarse / middle) == pytest.approx(1, abs=0.15)
-        assert math.log2(middle / fine) == pytest.approx(1, abs=0.1)
-
-
 # ---- descent and convergence ---------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from loops import STEPS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
+from training import train
 
 import stiefel_opt as so
 
@@ -22,10 +23,7 @@ def test_curves_in_a_file(rule, tmp_path):
     opt = rule(model.parameters(), lr=0.01)
     with SummaryWriter(tmp_path) as writer:
         so.log_orthonormality(opt, model, writer, every=8)
-        for _ in range(STEPS):
-            opt.zero_grad()
-            model(torch.randn(5, 8)).square().sum().backward()
-            opt.step()
+        train(opt, lambda: model(torch.randn(5, 8)).square().sum(), STEPS)
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = {f"orthonormality_error/{name}" for name in ("max", "0.weight", "2.weight")}
     assert set(events.Tags()["scalars"]) == tags

@@ -135,14 +135,6 @@ def test_rows_of_queries_and_keys_are_those_of_the_module(name):
     assert torch.equal(still, rows["k"])
 
 
-def test_what_is_constrained():
-    model, _ = build()
-    lines = so.report(model).lines
-    assert [line.name for line in lines] == [f"blocks.{i}.attn.qkv.weight" for i in range(2)]
-    weight = model.blocks[0].attn.qkv.weight
-    assert weight.manifold == so.Stiefel(rows=((0, 32), (32, 64)), heads=4)
-
-
 def test_timm_trains_as_a_plain_loop_and_resumes_bit_for_bit(tmp_path):
     plain, opt = build()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS, eta_min=LAST)

@@ -200,53 +200,6 @@ def apart(rows: Tensor, keys: int, in_turn: bool) -> list[Tensor]:
     return [group.flatten(0, 1) for group in groups]
 
 
-class Apart(nn.Module):
-    """A fused layer whose weights are apart."""
-
-    def __init__(self, fused: nn.Linear, keys: int, in_turn: bool) -> None:
-        super().__init__()
-        places = torch.cat(apart(torch.arange(len(fused.weight)), keys, in_turn))
-        self.register_buffer("order", places.argsort())
-        parts = apart(fused.weight.detach(), keys, in_turn)
-        self.q, self.k, self.v = (nn.Parameter(part.clone()) for part in parts)
-        self.bias = fused.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-    @property
-    def weight(self) -> Tensor:
-        return torch.cat([self.q, self.k, self.v])[self.order]
-
-
-@pytest.mark.parametrize(("kind", "options", "name", "keys", "in_turn"), FUSED, ids=IDS)
-def test_fused_weights_move_as_if_they_were_apart(kind, options, name, keys, in_turn):
-    model = family(kind, **options).double().eval()
-    other = copy.deepcopy(model)
-    layers = [path for path, _ in model.named_modules() if path.endswith(f".{name}")]
-    report = so.constrain_transformer(model)
-    taken = {line[0] for line in report.lines}
-    assert len(layers) == 2
-    assert {f"{path}.weight" for path in layers} <= taken
-    for path in layers:
-        owner, _, leaf = path.rpartition(".")
-        setattr(other.get_submodule(owner), leaf, Apart(other.get_submodule(path), keys, in_turn))
-        split = other.get_submodule(path)
-        so.constrain(split, "q", heads=4)
-        so.constrain(split, ["k", "v"], heads=keys)
-    for each in taken - {f"{path}.weight" for path in layers}:
-        reading = model.get_parameter(each).manifold
-        so.constrain(other, each, heads=reading.heads, transposed=reading.transposed)
-    train(model)
-    train(other)
-    for path in layers:
-        weight, split = model.get_submodule(path).weight, other.get_submodule(path)
-        torch.testing.assert_close(weight, split.weight, rtol=0, atol=1e-9)
-    for each, value in model.named_parameters():
-        if each not in {f"{path}.weight" for path in layers}:
-            torch.testing.assert_close(other.get_parameter(each), value, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize(("kind", "options", "name", "keys", "in_turn"), FUSED, ids=IDS)
 def test_rows_of_queries_and_keys_are_those_of_the_model(kind, options, name, keys, in_turn):
     """Without queries no key matters, and the other way round: their slopes are exactly zero."""
@@ -275,55 +228,6 @@ def test_rows_of_queries_and_keys_are_those_of_the_model(kind, options, name, ke
             assert still == sorted(rows[idle])
 
 
-def test_phi3_moves_as_llama_does_with_the_same_weights():
-    model = family("phi3", num_key_value_heads=2).double().eval()
-    other = (
-        family("llama", num_key_value_heads=2, rms_norm_eps=model.config.rms_norm_eps)
-        .double()
-        .eval()
-    )
-    source = dict(model.named_parameters())
-
-    def as_phi3(name: str) -> Tensor:
-        """The part of Phi-3's weights that LLaMA calls so."""
-        for place, letter in enumerate("qkv"):
-            if f".{letter}_proj." in name:
-                fused = source[name.replace(f"{letter}_proj", "qkv_proj")]
-                return fused.split([32, 16, 16])[place]
-        for place, part in enumerate(("gate", "up")):
-            if f".{part}_proj." in name:
-                return source[name.replace(f"{part}_proj", "gate_up_proj")].chunk(2)[place]
-        return source[name]
-
-    with torch.no_grad():
-        for name, weight in other.named_parameters():
-            weight.copy_(as_phi3(name))
-    torch.testing.assert_close(loss_of(other), loss_of(model))
-    for each in (model, other):
-        so.constrain_transformer(each)
-        train(each)
-    for name, weight in other.named_parameters():
-        torch.testing.assert_close(as_phi3(name), weight, rtol=0, atol=1e-9)
-
-
-def test_latent_attention_is_read_by_what_its_rows_become():
-    model = family("deepseek_v3", v_head_dim=12)
-    so.constrain_transformer(model)
-    attention = model.layers[0].self_attn
-    latent, rotated = attention.kv_a_proj_with_mqa.weight.detach().split([16, 8])
-    pairs = attention.kv_b_proj.weight.detach().unflatten(0, (4, 8 + 12)).split([8, 12], dim=1)
-    queries = attention.q_b_proj.weight.detach().unflatten(0, (4, 16))
-    outputs = attention.o_proj.weight.detach().unflatten(1, (4, 12)).transpose(0, 1)
-    for matrix in (latent, rotated, *pairs, queries, outputs, attention.q_a_proj.weight.detach()):
-        assert float(error_of(matrix)) < 1e-5
-    only_keys = family("deepseek_v3", v_head_dim=12)
-    before = only_keys.layers[0].self_attn.kv_b_proj.weight.detach().clone()
-    so.constrain_attention(only_keys, which="k")
-    moved = only_keys.layers[0].self_attn.kv_b_proj.weight.detach() != before
-    assert moved.unflatten(0, (4, 20))[:, :8].all()
-    assert not moved.unflatten(0, (4, 20))[:, 8:].any()
-
-
 def test_gates_beside_queries_are_matrices_of_their_own():
     model = family("qwen3_next").eval()
     weight = model.layers[1].self_attn.q_proj.weight
@@ -344,23 +248,3 @@ def test_gates_beside_queries_are_matrices_of_their_own():
 def error_of(matrices: Tensor) -> Tensor:
     tall = matrices if matrices.size(-2) >= matrices.size(-1) else matrices.mT
     return (tall.mT @ tall - torch.eye(tall.size(-1))).abs().max()
-
-
-@pytest.mark.parametrize(("kind", "transposed"), [("mixtral", False), ("llama4_text", True)])
-def test_experts_are_a_batch_whose_gate_is_a_matrix(kind, transposed):
-    model = family(kind)
-    so.constrain_transformer(model)
-    experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
-    first, last = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    first = first.mT if transposed else first
-    for matrices in (*first.chunk(2, dim=1), last):
-        assert float(error_of(matrices)) < 1e-5
-
-
-def test_what_holds_gate_and_value_in_turn_is_named():
-    model = family("gpt_oss")
-    report = so.constrain_transformer(model)
-    assert [path for path, _ in report.skipped] == [
-        f"layers.{place}.mlp.experts.gate_up_proj" for place in range(2)
-    ]
-    assert "so.constrain(model, name)" in str(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -314,19 +313,3 @@ def test_bad_arguments_and_values_that_are_a_view_of_the_keys() -> None:
         TurnedLayer(4, 8).update(keys, keys[..., :8])
     with pytest.raises(AttributeError, match="no attribute 'TurnedCaches'"):
         _ = rotations.TurnedCaches
-
-
-@pytest.mark.slow
-def test_turning_costs_less_than_a_third_at_a_thousand_tokens() -> None:
-    model, ids = build("llama", hidden_size=384, intermediate_size=1024), tokens(1024, 1)
-    seconds: dict[str, list[float]] = {"turned": [], "plain": []}
-    with torch.no_grad():
-        for _ in range(5):
-            for name, make in (("turned", rotations.TurnedCache), ("plain", plain)):
-                cache = make(model.config, residual_length=1)
-                model(ids, past_key_values=cache, use_cache=True)
-                began = time.process_time()
-                for place in range(10):
-                    model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
-                seconds[name].append(time.process_time() - began)
-    assert min(seconds["turned"]) <= 1.3 * min(seconds["plain"])

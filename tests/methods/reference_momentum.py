@@ -15,16 +15,18 @@ def cayley(skew: Matrix) -> Matrix:
 
 
 class Published:
-    """The flows as Kong, Wang & Tao print them."""
+    """The flows of Kong, Wang & Tao; `printed` with the sign and the corrections as they stand."""
 
     default_radius, is_nesterov = 1.0, False
 
-    def __init__(self, point: Matrix, *, rotation: str = "euler", **options: Any) -> None:
+    def __init__(
+        self, point: Matrix, *, rotation: str = "euler", printed: bool = False, **options: Any
+    ) -> None:
         super().__init__(point, **options)
-        self.rotation = rotation
+        self.rotation, self.printed = rotation, printed
 
     def couple(self, mu: float, skew: Matrix) -> Matrix:
-        kappa = (3 * self.a - 2) / 2
+        kappa = (3 * self.a - 2) / (-2 if self.printed else 2)
         return mu * self.U + kappa * self.lr * self.U @ skew if mu else np.zeros_like(self.U)
 
     def coupling(self) -> Matrix:
@@ -48,11 +50,20 @@ class Published:
 
 
 class PublishedSGDReference(Published, SGDReference):
-    pass
+    def move(
+        self, X: Matrix, U: Matrix, skew: Matrix, V: Matrix, Z: Matrix
+    ) -> tuple[Matrix, Matrix]:
+        takes_the_last = (
+            self.printed and self.n > self.m
+        )  # Algorithm 4, of squares, has the new one
+        return super().move(X, U, self.Z if takes_the_last else skew, V, Z)
 
 
 class PublishedAdamReference(Published, AdamReference):
-    pass
+    def precondition(self, first: Matrix, second: Matrix, steps: int, **ahead: bool) -> Matrix:
+        if not self.printed:
+            return super().precondition(first, second, steps, **ahead)
+        return np.sqrt(1 - self.betas[1] ** steps) * divide(first, np.sqrt(second) + self.eps)
 
 
 def followed(w: float, b: float, s: float, momentum: float) -> tuple[float, float, float]:

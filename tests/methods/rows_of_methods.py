@@ -170,6 +170,28 @@ VARIANTS: list[Case] = [
     ("rgd-dampened", "rgd", {"momentum": 0.9, "dampening": 0.4}),
     ("rgd-maximize", "rgd", {"momentum": 0.9, "maximize": True, "weight_decay": 0.3}),
     ("rgd-tensor-lr", "rgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
+    *(
+        (
+            f"rgd-{retraction}-{metric}-{momentum}",
+            "rgd",
+            {**momentum, "retraction": retraction, "metric": metric},
+        )
+        for retraction, metric, momentum in mixed(
+            12,
+            RETRACTIONS,
+            METRICS,
+            [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}],
+        )
+    ),
+    *(
+        (f"{algorithm}-{steps}-iterations", algorithm, {"steps": steps})
+        for algorithm in ("cayley-sgd", "cayley-adam")
+        for steps in (0, 1, 5)
+    ),
+    ("cayley-sgd-nesterov-0.8", "cayley-sgd", {"momentum": 0.8, "nesterov": True}),
+    ("cayley-sgd-momentumless", "cayley-sgd", {"momentum": 0.0}),
+    ("cayley-adam-exact", "cayley-adam", {"exact": True}),
+    ("cayley-adam-no-first-moment", "cayley-adam", {"betas": (0.0, 0.5), "eps": 0.1}),
     ("cayley-sgd-dampened", "cayley-sgd", {"dampening": 0.4, "exact": True}),
     ("cayley-sgd-maximize", "cayley-sgd", {"maximize": True, "nesterov": True}),
     ("cayley-adam-amsgrad", "cayley-adam", {"amsgrad": True, "betas": (0.9, 0.8)}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -169,26 +168,6 @@ def test_the_last_step_is_measured_along_the_direction_that_was_taken(
         chord = float(torch.linalg.matrix_norm(parameter.detach() - before, 2).max())
         angle = optimizer.angles_of()[parameter]
         assert math.isclose(angle, 2 * math.asin(chord / 2), rel_tol=2e-3)
-
-
-@pytest.mark.parametrize("saved", ["state_dict", "pickle"])
-def test_saved_options_are_those_that_go_on(saved: str) -> None:
-    one, other = weight((9, 3)), weight((9, 3))
-    options = {"radius": 1.0, "nesterov": False}
-    before, after = make("radius", one, **options), make("radius", other, **options)
-    descend(one, before, 4)
-    descend(other, after, 4)
-    if saved == "state_dict":
-        checkpoint = after.state_dict()
-        after = make("radius", other, radius=2.5, transport="projected")
-        after.load_state_dict(checkpoint)
-    else:
-        after = pickle.loads(pickle.dumps(after))
-        (other,) = after.param_groups[0]["params"]
-    assert after.param_groups[0].items() >= options.items()
-    descend(one, before, 4)
-    descend(other, after, 4)
-    assert torch.equal(one, other)
 
 
 def test_the_options_of_a_group_are_its_own() -> None:
@@ -371,18 +350,6 @@ def test_a_gradient_that_begins_short_lengthens_steps_little(growth: float) -> N
     assert lengths[1] <= 12 * lengths[0]  # the factor grows, too
 
 
-@either
-def test_a_gradient_of_zero_moves_nothing_and_spoils_nothing(name: str) -> None:
-    parameter = weight((8, 2))
-    before, optimizer = parameter.detach().clone(), make(name, parameter)
-    for _ in range(3):
-        parameter.grad = torch.zeros(8, 2, dtype=torch.float64)
-        optimizer.step()
-    assert torch.equal(parameter, before)
-    losses = descend(parameter, optimizer, 60)
-    assert losses[-1] < losses[0]
-
-
 # ---- what the package promises -------------------------------------------------------------------
 
 
@@ -428,40 +395,6 @@ def test_options_that_make_no_sense_are_refused(
 
 
 # ---- the aim -------------------------------------------------------------------------------------
-
-
-def excess_by_rate(rates: tuple[float, ...], **options: Any) -> list[float]:
-    """Five leading directions of 30 from ten samples a step: the excess variance at the end.
-
-    The geometric mean of 16 copies, since some of them leave a saddle point late.
-    """
-    generator = torch.Generator().manual_seed(3)
-    deviations = torch.logspace(0, -1, 30, dtype=torch.float64)
-    parameters = [weight((16, 30, 5)) for _ in rates]
-    groups = [{"params": [p], "lr": r} for p, r in zip(parameters, rates, strict=True)]
-    optimizer = so.StiefelAdam(groups, **options)
-    excess = torch.zeros(len(rates), 16, dtype=torch.float64)
-    for step in range(300):
-        samples = torch.randn(16, 10, 30, generator=generator, dtype=torch.float64) * deviations
-        for parameter in parameters:
-            parameter.grad = -2 * samples.mT @ (samples @ parameter.detach()) / 10
-        optimizer.step()
-        if step >= 270:
-            x = torch.stack([parameter.detach() for parameter in parameters])
-            caught = (x.square() * deviations.square()[:, None]).sum((-1, -2))
-            excess += (deviations[:5].square().sum() - caught) / 30
-    return excess.log().mean(-1).exp().tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Each of the last")
-def test_a_rate_that_is_ten_times_too_large_costs_little() -> None:
-    rates = (0.01, 0.03, 0.1, 0.3, 1.0)
-    virtual, printed = excess_by_rate(rates), excess_by_rate(rates, radius=1.0)
-    best = virtual.index(min(virtual[:3]))
-    assert max(virtual[best:]) < 1.1 * virtual[best]
-    assert printed[printed.index(min(printed)) + 2] > 2 * min(printed)
-    assert min(virtual) < min(printed)
 
 
 def test_a_force_of_rounding_hardly_moves_anything(generator: torch.Generator) -> None:

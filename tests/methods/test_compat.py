@@ -155,7 +155,6 @@ def test_rotations_in_bfloat16_are_moved_in_float32(copied):
         (SGDG, {"omega": 0.1}, "`omega` must be 0, got 0.1; it was never used; add so.ortho"),
         (SGDG, {"grad_clip": 1.0}, "`grad_clip` must be None, got 1.0; it was never used; call"),
         (CaileySGD, {"grad_clip": 1.0}, "`grad_clip` must be None, got 1.0"),
-        (CaileySGD, {"dtype": "float"}, None),
         (CaileySGD, {"dtype": "floating"}, "`dtype` must be None or 'float32' for .*'floating'"),
         (CaileySGD, {"dtype": "float64"}, "`dtype` must be .* got 'float64'; convert the param"),
         (CaileySGD, {"dtype": "bfloat16"}, "`dtype` must be .* got 'bfloat16'; convert the param"),
@@ -167,9 +166,6 @@ def test_rotations_in_bfloat16_are_moved_in_float32(copied):
     ],
 )
 def test_what_was_ignored_is_refused(rule, options, message):
-    if message is None:
-        rule(rotations(), lr=0.1, stiefel=True, **options)
-        return
     with pytest.raises(ValueError, match=message):
         rule(rotations(), lr=0.1, stiefel=True, **options)
 
@@ -202,15 +198,6 @@ def test_a_refused_group_leaves_no_trace(rule):
     opt.add_param_group({"params": [first], "stiefel": True})
     assert len(opt.param_groups) == 2
     assert so.orthonormality_error(first) < 1e-6
-
-
-def test_step_hooks_run_once():
-    opt = CaileySGD(rotations(torch.bfloat16), lr=0.1, stiefel=True, dtype="float32")
-    calls = []
-    opt.register_step_pre_hook(lambda *_: calls.append("before"))
-    opt.register_step_post_hook(lambda *_: calls.append("after"))
-    opt.step()
-    assert calls == ["before", "after"]
 
 
 def test_no_parameter_is_listed_twice():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from training import closure_of
 
 import stiefel_opt as so
 
@@ -32,11 +32,7 @@ def model() -> torch.nn.Module:
 def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     inputs = torch.arange(48.0).view(8, 6).sin()
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = net(inputs).square().mean()
-        loss.backward()
-        return loss
+    closure = closure_of(optimizer, lambda: net(inputs).square().mean())
 
     for _ in range(steps):
         optimizer.step(closure)

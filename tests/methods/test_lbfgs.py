@@ -11,22 +11,11 @@ import torch
 from cases import in_turn
 from reference_lbfgs import LBFGSReference
 from torch import Tensor, nn
+from training import closure_of
 
 import stiefel_opt as so
 
 EXACT = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
-
-
-def closure_of(
-    optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]
-) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    return closure
 
 
 # ---- the reference -------------------------------------------------------------------------------
@@ -166,7 +155,7 @@ def test_a_matrix_is_found_to_all_digits(name: str, dtype: torch.dtype) -> None:
     solution = so.random_point(*shape, manifold=reading, dtype=dtype)
     offset = so.project_tangent(solution, torch.randn_like(solution), reading) / 2
     parameter = so.ManifoldParameter(so.retract(solution, offset, reading), reading)
-    plain = nn.Parameter(torch.randn(3, dtype=dtype))
+    plain = nn.Parameter(torch.randn(3, dtype=dtype.to_real()))  # an odd number of entries
     optimizer = so.StiefelLBFGS([plain, parameter], max_iter=60, **EXACT)
     weights = torch.rand(shape, dtype=dtype.to_real()) + 0.5
 

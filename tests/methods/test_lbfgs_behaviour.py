@@ -12,6 +12,7 @@ import pytest
 import torch
 from dims_cases import ALIKE
 from torch import Tensor, nn
+from training import closure_of
 
 import stiefel_opt as so
 from stiefel_opt import Stiefel
@@ -108,27 +109,6 @@ def test_what_was_loaded_is_a_copy() -> None:
     assert torch.equal(saved["state"][0]["steps"], kept["state"][0]["steps"])
 
 
-def test_complex_weights_may_stand_behind_an_odd_number_of_entries() -> None:
-    torch.manual_seed(0)
-    real = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
-    weight = so.ManifoldParameter(torch.randn(4, 2, dtype=torch.complex128))
-    target = torch.randn(4, 2, dtype=torch.complex128)
-    optimizer = so.StiefelLBFGS([real, weight], max_iter=100)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (real - 1).square().sum() + (weight - target).abs().square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    left, _, right = torch.linalg.svd(target, full_matrices=False)
-    torch.testing.assert_close(weight.detach(), left @ right, rtol=0, atol=1e-5)
-    torch.testing.assert_close(real.detach(), torch.ones_like(real), rtol=0, atol=1e-5)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    optimizer.step(closure)
-
-
 def test_torchs_state_serves_plain_parameters_alone() -> None:
     start, ends = torch.randn(6, dtype=F64), []
     first = nn.Parameter(start.clone())
@@ -137,11 +117,7 @@ def test_torchs_state_serves_plain_parameters_alone() -> None:
     ours = so.StiefelLBFGS([second])
 
     def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = (parameter**4).sum() + parameter.sum()
-            loss.backward()
-            return loss.item()
+        closure = closure_of(optimizer, lambda: (parameter**4).sum() + parameter.sum())
 
         optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -159,17 +135,10 @@ def test_a_new_tag_or_release_starts_the_memory_anew() -> None:
     with pytest.warns(UserWarning, match="no parameter is constrained"):
         optimizer = so.StiefelLBFGS([*layer.parameters(), *head.parameters()], max_iter=4)
     x = torch.randn(9, 3, dtype=F64)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (head(layer(x)) ** 2 - 1).square().mean()
-        loss.backward()
-        return loss.item()
-
+    closure = closure_of(optimizer, lambda: (head(layer(x)) ** 2 - 1).square().mean())
     for change in (lambda: None, lambda: so.constrain(layer), lambda: so.release(layer)):
         change()
-        first = float(optimizer.step(closure))
-        assert closure() < first
+        assert float(optimizer.step(closure).detach()) > float(closure().detach())
 
 
 @pytest.mark.parametrize("history", [1, 2, 3])
@@ -300,35 +269,22 @@ def test_an_exception_leaves_the_start_of_the_line_search() -> None:
     assert problem.losses[-1] < problem.losses[0]
 
 
-def test_a_line_search_without_success_is_told() -> None:
-    """A gradient of the wrong sign: no step goes down."""
-    problem = Problem(max_iter=10, max_eval=200)
-    before = problem.values()
-
-    def closure() -> Tensor:
-        loss = problem.closure()
-        for parameter in problem.parameters:
-            parameter.grad.neg_()  # type: ignore[union-attr]
-        return loss
-
-    with pytest.warns(UserWarning, match="line search found no lower loss"):
-        problem.optimizer.step(closure)
-    assert equal(problem.values(), before)
-
-
-def test_so_is_a_loss_that_is_another_in_every_call() -> None:
+@pytest.mark.parametrize("kind", ["a gradient of the wrong sign", "another loss in every call"])
+def test_a_line_search_without_success_is_told(kind: str) -> None:
     """As that of dropout is: no rounding."""
     problem = Problem(max_iter=10, max_eval=200)
+    before, has_wrong_sign = problem.values(), kind.startswith("a gradient")
 
     def closure() -> Tensor:
         problem.optimizer.zero_grad()
-        loss = problem.loss() * (1 + 0.1 * len(problem.losses))
+        loss = problem.loss() * (1 if has_wrong_sign else 1 + 0.1 * len(problem.losses))
         problem.losses.append(loss.item())
-        loss.backward()
+        (-loss if has_wrong_sign else loss).backward()
         return loss
 
     with pytest.warns(UserWarning, match="line search found no lower loss"):
         problem.optimizer.step(closure)
+    assert not has_wrong_sign or equal(problem.values(), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -385,25 +341,13 @@ def test_with_a_learning_rate_of_zero_nothing_moves(search: str | None, lr: Any)
     assert problems[0].losses[-1] < problems[0].losses[0]
 
 
-def test_a_start_off_the_manifold_is_told_and_projected() -> None:
-    problem = Problem()
-    problem.step()
-    with torch.no_grad():
-        problem.tall.mul_(1.5)
-    with pytest.warns(UserWarning, match="parameter 1 of group 0: off the manifold"):
-        problem.step()
-    assert so.orthonormality_error(problem.tall) < 1e-14
-
-
 def test_report_shows_angles_and_missed_steps() -> None:
     layer = so.constrain(nn.Linear(3, 6, dtype=F64))
     optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=2)
 
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (layer(torch.ones(1, 3, dtype=F64)) ** 2 - 1).square().sum()
-        loss.backward()
-        return loss.item()
+    closure = closure_of(
+        optimizer, lambda: (layer(torch.ones(1, 3, dtype=F64)) ** 2 - 1).square().sum()
+    )
 
     optimizer.step(closure)
     (line,) = so.report(layer, optimizer).lines
@@ -415,61 +359,52 @@ def test_report_shows_angles_and_missed_steps() -> None:
 # ---- messages ------------------------------------------------------------------------------------
 
 POINT = so.random_point(4, 2)
-BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: so.StiefelLBFGS([POINT.clone()], lr=-1, stiefel=True), "Invalid learning rate"),
-    (lambda: so.StiefelLBFGS([POINT.clone()], max_iter=0, stiefel=True), "`max_iter` must"),
-    (lambda: so.StiefelLBFGS([POINT.clone()], max_eval=1.5, stiefel=True), "`max_eval` must"),
-    (lambda: so.StiefelLBFGS([POINT.clone()], history_size=0, stiefel=True), "`history_size` must"),
-    (
-        lambda: so.StiefelLBFGS([POINT.clone()], tolerance_grad="x", stiefel=True),
-        "`tolerance_grad`",
-    ),
-    (
-        lambda: so.StiefelLBFGS([POINT.clone()], line_search_fn="armijo", stiefel=True),
-        "line_search",
-    ),
-    (
-        lambda: so.StiefelLBFGS([POINT.clone()], nonfinite="ignore", stiefel=True),
-        "`nonfinite` must",
-    ),
-    (lambda: so.StiefelLBFGS([POINT.clone()], stiefel="yes"), "`stiefel` must"),
-    (
-        lambda: so.StiefelLBFGS([("a", POINT), ("b", POINT)], stiefel=True),
-        "`b` must appear once, got it twice",
-    ),
-    (lambda: so.StiefelLBFGS({POINT}, stiefel=True), "`params` must have an order"),
-    (
-        lambda: so.StiefelLBFGS([{"params": [POINT]}, {"params": []}], stiefel=True),
-        "`param_group` must be the only one",
-    ),
-    (lambda: so.StiefelLBFGS([torch.zeros(3)], stiefel=True), "at least 2 dimensions"),
-    (
-        lambda: so.StiefelLBFGS([POINT.bfloat16()], stiefel=True),
-        "float32 or float64 for StiefelLBFGS",
-    ),
-    (lambda: so.StiefelLBFGS([POINT.half()], stiefel=True), "float32 or float64 for StiefelLBFGS"),
-    (
-        lambda: so.StiefelLBFGS([("a", POINT.clone()), ("b", POINT.double())], stiefel=True),
-        "`b` must be as precise as the first parameter",
-    ),
-    (lambda: Problem().optimizer.step(None), "`closure` must be a function"),  # type: ignore[arg-type]
-    (lambda: Problem().optimizer.step(lambda: 1.0), "`closure` must leave a gradient"),
-    (lambda: Problem().optimizer.step(lambda: "a"), "`closure` must return a number"),
-    (lambda: Problem().optimizer.add_param_group({"params": [POINT]}), "`param_group` must be the"),
-    (lambda: Problem().optimizer.load_state_dict({}), "`state_dict` must have the keys"),
-    (
-        lambda: Problem().optimizer.load_state_dict(
-            torch.optim.SGD([torch.zeros(1)], lr=1.0).state_dict()
-        ),
-        "`state_dict` must be one of",
-    ),
+NOT_CREATED: list[tuple[Any, dict[str, Any], str]] = [
+    ([POINT], {"lr": -1}, "Invalid learning rate"),
+    ([POINT], {"max_iter": 0}, "`max_iter` must"),
+    ([POINT], {"max_eval": 1.5}, "`max_eval` must"),
+    ([POINT], {"history_size": 0}, "`history_size` must"),
+    ([POINT], {"tolerance_grad": "x"}, "`tolerance_grad`"),
+    ([POINT], {"line_search_fn": "armijo"}, "line_search"),
+    ([POINT], {"nonfinite": "ignore"}, "`nonfinite` must"),
+    ([POINT], {"stiefel": "yes"}, "`stiefel` must"),
+    ([("a", POINT), ("b", POINT)], {}, "`b` must appear once, got it twice"),
+    ({POINT}, {}, "`params` must have an order"),
+    ([{"params": [POINT]}, {"params": []}], {}, "`param_group` must be the only one"),
+    ([torch.zeros(3)], {}, "at least 2 dimensions"),
+    ([POINT.bfloat16()], {}, "float32 or float64 for StiefelLBFGS"),
+    ([POINT.half()], {}, "float32 or float64 for StiefelLBFGS"),
+    ([("a", POINT), ("b", POINT.double())], {}, "`b` must be as precise as the first parameter"),
 ]
 
 
-@pytest.mark.parametrize(("act", "words"), BAD, ids=[words for _, words in BAD])
-def test_what_cannot_be_is_refused_in_words(act: Callable[[], Any], words: str) -> None:
+@pytest.mark.parametrize(("params", "options", "words"), NOT_CREATED)
+def test_what_cannot_be_created_is_refused(
+    params: Any, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
-        act()
+        so.StiefelLBFGS(params, **{"stiefel": True, **options})
+    assert not hasattr(POINT, "manifold")
+
+
+NOT_DONE: list[tuple[Callable[[so.StiefelLBFGS], Any], str]] = [
+    (lambda optimizer: optimizer.step(None), "`closure` must be a function"),  # type: ignore[arg-type]
+    (lambda optimizer: optimizer.step(lambda: 1.0), "`closure` must leave a gradient"),
+    (lambda optimizer: optimizer.step(lambda: "a"), "`closure` must return a number"),
+    (lambda optimizer: optimizer.add_param_group({"params": [POINT]}), "`param_group` must be the"),
+    (lambda optimizer: optimizer.load_state_dict({}), "`state_dict` must have the keys"),
+    (
+        lambda optimizer: optimizer.load_state_dict(OF_TORCH.state_dict()),
+        "`state_dict` must be one of",
+    ),
+]
+OF_TORCH = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+
+@pytest.mark.parametrize(("act", "words"), NOT_DONE)
+def test_what_cannot_be_done_is_refused(act: Callable[[so.StiefelLBFGS], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        act(Problem().optimizer)
 
 
 def test_state_of_another_reading_is_refused() -> None:
@@ -497,11 +432,7 @@ def test_no_length_leaves_the_manifold(options: dict[str, Any]) -> None:
     parameter = so.ManifoldParameter(so.random_point(6, 2))
     optimizer = so.StiefelLBFGS([parameter], max_iter=30, **options)
 
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = 3 * parameter[0].sum()
-        loss.backward()
-        return loss.item()
+    closure = closure_of(optimizer, lambda: 3 * parameter[0].sum())
 
     optimizer.step(closure)
     assert so.orthonormality_error(parameter) < 1e-6
@@ -517,11 +448,7 @@ def test_a_solution_on_the_far_side_is_found(size: tuple[int, int]) -> None:
     optimizer = so.StiefelLBFGS([parameter], max_iter=200, tolerance_grad=0, tolerance_change=0)
     weights = torch.rand(size, dtype=F64) + 0.5
 
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (weights * (parameter - solution) ** 2).sum()
-        loss.backward()
-        return loss.item()
+    closure = closure_of(optimizer, lambda: (weights * (parameter - solution) ** 2).sum())
 
     optimizer.step(closure)
     assert (parameter - solution).abs().max() < 1e-13
@@ -578,11 +505,12 @@ def test_the_first_step_of_lbfgs_projects_to_it(sign):
     ]
     optimizer = so.StiefelLBFGS(weights, lr=0.1)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = sum((weight * torch.linspace(-1, 1, 9).view(3, 3).sin()).sum() for weight in weights)
-        loss.backward()
-        return loss
+    closure = closure_of(
+        optimizer,
+        lambda: sum(
+            (weight * torch.linspace(-1, 1, 9).view(3, 3).sin()).sum() for weight in weights
+        ),
+    )
 
     with pytest.warns(UserWarning, match="off the manifold"):
         optimizer.step(closure)
@@ -599,11 +527,9 @@ def test_pairs_of_lbfgs_are_kept_by_an_equal_reading(
     parameters = [so.ManifoldParameter(start, reading) for reading in (one, other)]
 
     def step(parameter: Tensor, optimizer: so.StiefelLBFGS) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = (weight * parameter).square().sum() + parameter.sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
+        closure = closure_of(
+            optimizer, lambda: (weight * parameter).square().sum() + parameter.sum()
+        )
 
         optimizer.step(closure)
 

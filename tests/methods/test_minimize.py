@@ -9,6 +9,7 @@ import pytest
 import torch
 from dims_cases import LEGS, by_hand, pair
 from torch import Tensor
+from training import closure_of
 
 import stiefel_opt as so
 from stiefel_opt import Stiefel
@@ -432,11 +433,7 @@ def test_lbfgs_minimize_and_on_manifold_do_as_with_the_matrix(name: str) -> None
     whole = by_hand(target, pattern)
 
     def train(optimizer: torch.optim.Optimizer, parameter: Tensor, wanted: Tensor) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = (parameter - wanted).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
+        closure = closure_of(optimizer, lambda: (parameter - wanted).square().sum())
 
         for _ in range(3):
             optimizer.step(closure)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from contract import (
     backward,
     constrained,
     model,
-    through_file,
 )
 from scale_cases import (
     g_of,
@@ -109,23 +108,6 @@ def test_each_group_has_its_own_plain_rule_and_plain_rows_follow_adamw():
     assert so.orthonormality_error(net) < 1e-5
 
 
-@pytest.mark.parametrize("plain", ["adamw", "muon"])
-def test_a_saved_state_dict_continues_bit_for_bit(plain):
-    net = model()
-    opt = so.StiefelMuon(net.parameters(), plain=plain)
-    for step in range(3):
-        backward(net, step)
-        opt.step()
-    other = copy.deepcopy(net)
-    other_opt = so.StiefelMuon(other.parameters(), lr=1.0)
-    other_opt.load_state_dict(through_file(opt.state_dict()))
-    for each, its in ((net, opt), (other, other_opt)):
-        backward(each, 3)
-        its.step()
-    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        assert_same(mine.detach(), theirs.detach())
-
-
 def test_the_state_is_one_buffer_like_the_parameter():
     net = model()
     opt = so.StiefelMuon(net.parameters())
@@ -160,20 +142,6 @@ def test_the_step_is_that_of_the_pure_function(generator):
     torch.testing.assert_close(normals, point @ inner - buffer)
     opt.set_velocity(weight, -skews, 2 * normals)
     torch.testing.assert_close(opt.velocity(weight), (-skews, 2 * normals))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plain": "sgd"}, r"`plain` must be one of \['adamw', 'muon'\], got 'sgd'"),
-        ({"momentum": 1.0}, "`momentum` must be"),
-        ({"betas": (0.9, 1.0)}, "`betas"),
-        ({"lr": -1.0}, "`lr` must be"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        so.StiefelMuon([nn.Parameter(torch.ones(3))], **options)
 
 
 def test_muon_moves_g_by_lr_whatever_the_size() -> None:

@@ -50,16 +50,6 @@ def test_kernel_times_its_side_is_orthonormal(options, side):
     torch.testing.assert_close(matrix.mT @ matrix, identity, rtol=0, atol=1e-12)
 
 
-def test_convolution_is_the_kernel_matrix_times_the_patches(generator):
-    """Appendix B, first equation; the order of the rows is offset first, then channel."""
-    module = unit(3, transition="tagged")
-    images = torch.randn(1, HIDDEN, 5, 6, generator=generator, dtype=torch.float64)
-    patches = nn.functional.unfold(images, 3, padding=1).view(HIDDEN, 9, 30)
-    rows = patches.transpose(0, 1).reshape(9 * HIDDEN, 30)
-    expected = (kernel_matrix(module).mT @ rows).view(1, HIDDEN, 5, 6)
-    torch.testing.assert_close(convolution(module, images), expected)
-
-
 @pytest.mark.parametrize(
     ("options", "side", "size"),
     in_turn(TRANSITIONS.values(), [3, 5], [(6, 5), (3, 4), (1, 1)]),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from cases import in_turn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from stiefel_opt.nn import DeltaProduct, delta_product
@@ -193,43 +193,6 @@ def test_reflections_keep_every_singular_value_over_many_tokens(generator):
     )
 
 
-@pytest.mark.parametrize(("things", "factors"), [(2, 1), (3, 2), (5, 4)], ids=["Z2", "S3", "S5"])
-def test_factors_track_permutations_of_one_thing_more(things, factors, generator):
-    """A permutation of n things is at most n - 1 transpositions, each one reflection."""
-    length = 300
-    permutations = list(itertools.permutations(range(things)))
-    drawn = torch.randint(len(permutations), (length,), generator=generator)
-    keys = torch.zeros(length, factors, things, dtype=torch.float64)
-    strengths = torch.zeros(length, factors, dtype=torch.float64)
-    tracked, expected = torch.arange(things), []
-    for token, index in enumerate(drawn.tolist()):
-        order, used = list(permutations[index]), 0
-        tracked = tracked[order]
-        expected.append(tracked)
-        arranged = list(range(things))  # sorted towards `order` by swaps
-        for place in range(things):
-            other = arranged.index(order[place])
-            if other != place:
-                arranged[place], arranged[other] = arranged[other], arranged[place]
-                keys[token, used, place], keys[token, used, other] = 0.5**0.5, -(0.5**0.5)
-                strengths[token, used] = 2.0
-                used += 1
-    things_as_state = torch.arange(things, dtype=torch.float64).unsqueeze(-1)
-    values = torch.zeros(length, factors, 1, dtype=torch.float64)
-    found = [
-        delta_product(
-            torch.eye(things, dtype=torch.float64)[place].expand(length, -1),
-            keys,
-            values,
-            strengths,
-            state=things_as_state,
-        )[0]
-        for place in range(things)
-    ]
-    error = torch.cat(found, dim=-1) - torch.stack(expected)
-    assert float(error.abs().max()) < 1e-10
-
-
 # ---- the module --------------------------------------------------------------------------------
 
 OPTIONS = {
@@ -305,35 +268,6 @@ def test_state_does_not_grow_in_bfloat16(generator):
     torch.testing.assert_close(
         torch.linalg.svdvals(state), torch.linalg.svdvals(start), rtol=1e-3, atol=1e-3
     )
-
-
-def test_one_layer_learns_parity_and_keeps_it_on_longer_input(generator):
-    """One factor of strength 2 flips the sign of the state: that is all parity needs."""
-
-    class Parity(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(3, 8)
-            self.recurrence = DeltaProduct(8, num_factors=1)
-            self.readout = nn.Linear(8, 2)
-
-        def forward(self, bits: Tensor) -> Tensor:
-            start = torch.full_like(bits[:, :1], 2)  # a token that may write what is flipped later
-            mixed, _ = self.recurrence(self.embedding(torch.cat([start, bits], dim=1)))
-            return self.readout(mixed[:, 1:])
-
-    torch.manual_seed(1)
-    model = Parity()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(250):
-        bits = torch.randint(2, (64, 16), generator=generator)
-        loss = nn.functional.cross_entropy(model(bits).mT, bits.cumsum(1) % 2)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    bits = torch.randint(2, (64, 64), generator=generator)
-    right = model(bits).argmax(-1) == bits.cumsum(1) % 2
-    assert float(right.double().mean()) > 0.99
 
 
 # ---- errors ------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ from stiefel_opt.numerics.geometry import (
 )
 
 SHAPES = [(7, 3), (5, 5), (4, 1), (3, 6, 2), (2, 3, 8, 4), (200, 60)]
+every_shape = pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*in_turn(SHAPES, [torch.float64]), *in_turn(SHAPES[:4], [torch.complex128])],
+)
 
 
 def gaussian(*shape, seed=0, dtype=torch.float64):
@@ -33,7 +37,7 @@ def point_of(*shape, seed=0, dtype=torch.float64):
 
 
 def inner(left, right):
-    return (left * right).sum(dim=(-2, -1))
+    return (left.conj() * right).real.sum(dim=(-2, -1))
 
 
 def test_tolerance_follows_dtype_and_size():
@@ -51,27 +55,29 @@ def test_gram_error_is_the_largest_entry_for_each_matrix():
     assert error[1] == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_projection_is_tangent_idempotent_and_orthogonal(shape):
-    point, vector, other = point_of(*shape), gaussian(*shape, seed=1), gaussian(*shape, seed=2)
+@every_shape
+def test_projection_is_tangent_idempotent_and_orthogonal(shape, dtype):
+    point = point_of(*shape, dtype=dtype)
+    vector, other = (gaussian(*shape, seed=seed, dtype=dtype) for seed in (1, 2))
     tangent = tangent_part(point, vector)
-    product = point.mT @ tangent
-    assert (product + product.mT).abs().max() < 1e-13
+    product = point.mH @ tangent
+    assert (product + product.mH).abs().max() < 1e-13
     torch.testing.assert_close(tangent_part(point, tangent), tangent, rtol=0, atol=1e-13)
-    inside = point.mT @ other
-    for along in (tangent_part(point, other), point @ (inside - inside.mT)):
+    inside = point.mH @ other
+    for along in (tangent_part(point, other), point @ (inside - inside.mH)):
         assert inner(vector - tangent, along).abs().max() < 1e-11
 
 
-@pytest.mark.parametrize(("shape", "a"), in_turn(SHAPES, [0.5, 0.0, -1.0, 0.9]))
-def test_riemannian_gradient_represents_the_differential(shape, a):
+@every_shape
+@pytest.mark.parametrize("a", [0.5, 0.0, -1.0, 0.9])
+def test_riemannian_gradient_represents_the_differential(shape, dtype, a):
     """For every tangent xi: <grad, xi> in the metric is the directional derivative tr(G'xi)."""
-    point, grad = point_of(*shape), gaussian(*shape, seed=1)
-    direction = tangent_part(point, gaussian(*shape, seed=2))
+    point, grad = point_of(*shape, dtype=dtype), gaussian(*shape, seed=1, dtype=dtype)
+    direction = tangent_part(point, gaussian(*shape, seed=2, dtype=dtype))
     gradient = riemannian_gradient(point, grad, a=a)
-    product = point.mT @ gradient
-    assert (product + product.mT).abs().max() < 1e-12
-    weighted = gradient - a * point @ (point.mT @ gradient)
+    product = point.mH @ gradient
+    assert (product + product.mH).abs().max() < 1e-12
+    weighted = gradient - a * point @ (point.mH @ gradient)
     torch.testing.assert_close(
         inner(weighted, direction), inner(grad, direction), rtol=1e-10, atol=1e-10
     )
@@ -82,9 +88,9 @@ def test_riemannian_gradient_refuses_a_metric_that_is_none():
         riemannian_gradient(point_of(4, 2), gaussian(4, 2), a=1.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_polar_factor_is_scipys(shape):
-    matrices = gaussian(*shape)
+@every_shape
+def test_polar_factor_is_scipys(shape, dtype):
+    matrices = gaussian(*shape, dtype=dtype)
     flat = matrices.reshape(-1, *shape[-2:]).numpy()
     expected = np.stack([scipy.linalg.polar(matrix)[0] for matrix in flat]).reshape(shape)
     np.testing.assert_allclose(polar_factor(matrices).numpy(), expected, atol=1e-10)
@@ -127,7 +133,9 @@ def test_polar_factor_refuses_wide_matrices():
         polar_factor(torch.ones(2, 3))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, [torch.float32, torch.float64]))
+@pytest.mark.parametrize(
+    ("shape", "dtype"), in_turn(SHAPES, [torch.float32, torch.float64, torch.complex64])
+)
 def test_random_point_is_orthonormal_and_reproducible(shape, dtype):
     point = point_of(*shape, dtype=dtype)
     assert point.shape == shape
@@ -137,7 +145,7 @@ def test_random_point_is_orthonormal_and_reproducible(shape, dtype):
     assert not torch.equal(point, point_of(*shape, seed=1, dtype=dtype))
     wide = point_of(*shape[:-2], shape[-1], shape[-2], dtype=dtype)
     assert wide.is_contiguous()
-    assert gram_error(wide if wide.size(-2) > wide.size(-1) else wide.mT).max() < 1e-5
+    assert gram_error(wide if wide.size(-2) > wide.size(-1) else wide.mH).max() < 1e-5
 
 
 def test_random_point_is_uniform():

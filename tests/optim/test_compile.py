@@ -14,6 +14,7 @@ from contract import (
     TABLE,
     backward,
     constrained,
+    fill,
     model,
     optimizer,
     train,
@@ -55,13 +56,6 @@ def few() -> list[nn.Parameter]:
     return [*found, nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(3, 5).double())]
 
 
-def fill(params: list[Any], step: int, without: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for index, parameter in enumerate(params):
-        grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.grad = None if index in without else grad.to(parameter.dtype)
-
-
 class Both:
     """The same training twice: compiled, and eager. `check` compares all values."""
 
@@ -100,16 +94,29 @@ class Both:
 # ---- sets of gradients ---------------------------------------------------------------------------
 
 
+# Parameters without a gradient, in each step; the first one is eager.
+SETS = {  # a bias that is left out leaves no other one paired with its gradient
+    "appears later": [(1, 3), (1, 3), (1,), (), ()],
+    "becomes None": [(), (), (2,), (0, 3), ()],
+    "comes and goes": [(1,), (1,), (), (0, 3), ()],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "eager") for case in list(SETS)[:2]),
+        pytest.param("comes and goes", "inductor", marks=slow),
+    ],
+)
 @some_rules
-def test_a_gradient_that_appears_later_is_trained(name: str) -> None:
+def test_gradients_may_come_and_go(name: str, case: str, backend: str) -> None:
     """Unfrozen layers, experts reached for the first time: as torch's compiled SGD does."""
     both = Both(name, weight_decay=0)
-    both.step(0, without=(1, 3))
-    both.compile()
-    both.step(1, without=(1, 3))
-    both.step(2, without=(1,))
-    both.step(3)
-    both.step(4)
+    for step, without in enumerate(SETS[case]):
+        if step == 1:
+            both.compile(backend=backend)
+        both.step(step, without)
 
 
 @some_rules
@@ -128,17 +135,6 @@ def test_groups_keep_their_state_without_an_eager_step_before(name: str) -> None
         trainings.append(params)
     for mine, other in zip(*trainings, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
-
-
-@some_rules
-def test_a_gradient_that_becomes_none_leaves_its_parameter(name: str) -> None:
-    both = Both(name, weight_decay=0)
-    both.step(0)
-    both.compile()
-    both.step(1)
-    both.step(2, without=(2,))  # a bias: what is left is not paired with its gradient
-    both.step(3, without=(0, 3))
-    both.step(4)
 
 
 @slow
@@ -185,6 +181,7 @@ def test_raise_lets_nothing_in(name: str, position: int) -> None:
     before = [(p.detach().clone(), copy.deepcopy(dict(both.opt.state[p]))) for p in both.params]
     with pytest.raises(Exception, match=r"must be finite"):
         both.call()
+    assert torch.is_grad_enabled()  # which the graph had turned off
     for index, (parameter, (value, state)) in enumerate(zip(both.params, before, strict=True)):
         assert torch.equal(parameter, value), index
         for key, tensor in state.items():
@@ -197,9 +194,19 @@ def test_raise_lets_nothing_in(name: str, position: int) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=slow)])
-@pytest.mark.parametrize("name", ["sgd", *(pytest.param(name, marks=slow) for name in RULES[1:])])
-def test_a_schedule_may_change_a_rate_that_is_a_float(name: str, fullgraph: bool) -> None:
-    both = Both(name, weight_decay=0)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {}),
+        *(pytest.param(name, {}, marks=slow) for name in RULES[1:]),
+        pytest.param("sgd", {"nesterov": True, "metric": 0.3}, marks=slow),
+        pytest.param("sgd", {"metric": "euclidean", "momentum": 0.0}, marks=slow),
+    ],
+)
+def test_a_schedule_may_change_a_rate_that_is_a_float(
+    name: str, options: dict[str, Any], fullgraph: bool
+) -> None:
+    both = Both(name, weight_decay=0, **options)
     both.step(0)
     both.compile(fullgraph=fullgraph)
     schedules = [
@@ -209,40 +216,6 @@ def test_a_schedule_may_change_a_rate_that_is_a_float(name: str, fullgraph: bool
         both.step(step)
         for schedule in schedules:
             schedule.step()
-
-
-@slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"nesterov": True, "metric": 0.3},
-        {"metric": "euclidean", "momentum": 0.0},
-    ],
-    ids=str,
-)
-def test_a_schedule_may_change_a_rate_under_every_option(options: dict[str, Any]) -> None:
-    both = Both("sgd", weight_decay=0, **options)
-    both.step(0)
-    both.compile()
-    for step in range(1, 5):
-        for rule in (both.opt, both.eager):
-            rule.param_groups[0]["lr"] *= 0.7
-        both.step(step)
-
-
-def test_a_tensor_rate_makes_nothing_compile_again() -> None:
-    counter = CompileCounterWithBackend("eager")
-    both = Both("sgd", weight_decay=0, lr=torch.tensor(0.05, dtype=torch.float64))
-    both.step(0)
-    both.compile(backend=counter, fullgraph=True)
-    both.step(1)
-    both.step(2)
-    early = counter.frame_count
-    for step in range(3, 8):
-        for rule in (both.opt, both.eager):
-            rule.param_groups[0]["lr"].mul_(0.8)
-        both.step(step)
-    assert counter.frame_count == early
 
 
 # ---- other options, and tags ---------------------------------------------------------------------
@@ -272,19 +245,6 @@ def test_an_option_may_change_in_every_step(name: str, option: str, values: Any)
         for rule in (both.opt, both.eager):
             rule.param_groups[0][option] = value
         both.step(step)
-
-
-def test_a_momentum_that_a_scheduler_cycles_is_followed() -> None:
-    both = Both("sgd", weight_decay=0)
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(rule, 0.3, total_steps=9)
-        for rule in (both.opt, both.eager)
-    ]
-    both.compile()
-    for step in range(8):
-        both.step(step)
-        for schedule in schedules:
-            schedule.step()
 
 
 def divided(net: nn.Sequential) -> None:
@@ -414,18 +374,6 @@ def test_the_precision_that_a_user_has_lowered_is_set_aside(
     assert set(seen) == {"highest"}
 
 
-@slow
-@pytest.mark.parametrize("name", RULES)
-def test_inductor_follows_gradients_that_come_and_go(name: str) -> None:
-    both = Both(name, weight_decay=0)
-    both.step(0, without=(1,))
-    both.compile(backend="inductor")
-    both.step(1, without=(1,))
-    both.step(2)
-    both.step(3, without=(0, 3))
-    both.step(4)
-
-
 def compiled(fast: str) -> pytest.MarkDecorator:
     """Tracing takes its time: one optimizer by default, the others by name."""
     slow = (pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name != fast)
@@ -469,36 +417,6 @@ def test_one_graph_serves_every_rate_and_step(name: str) -> None:
     assert so.orthonormality_error(net) < 1e-12
     train(net, opt, 12, 14)  # and eager steps go on from there
     assert so.orthonormality_error(net) < 1e-12
-
-
-@compiled("adam")
-def test_a_compiled_step_leaves_what_has_a_bad_gradient(name: str) -> None:
-    net, opt = prepared(name)
-    compiled = torch.compile(opt.step, fullgraph=True, backend="eager")
-    backward(net, 2)
-    compiled()
-    backward(net, 3)
-    for bad in (net.q.weight, net.turn.weight):
-        bad.grad.view(-1)[1] = torch.nan
-    before = copy.deepcopy(
-        {n: (p.detach(), dict(opt.state[p])) for n, p in constrained(net).items()}
-    )
-    with pytest.warns(UserWarning, match=r"gradient of q\.weight .*, turn\.weight .* not finite"):
-        compiled()
-    for key, weight in constrained(net).items():
-        value, state = before[key]
-        skipped = key in ("q.weight", "turn.weight")
-        assert torch.equal(weight, value) == skipped, key
-        for part, tensor in opt.state[weight].items():
-            assert not skipped or torch.equal(tensor, state[part]), (key, part)
-        assert weight.isfinite().all(), key
-    assert opt.skipped_steps() == {"q.weight": 1, "turn.weight": 1}
-    backward(net, 4)
-    net.fused.weight.grad[5, 0] = torch.nan  # a plain row of a constrained parameter
-    before = net.fused.weight.detach().clone()
-    with pytest.warns(UserWarning, match=r"gradient of fused\.weight"):
-        compiled()
-    assert torch.equal(net.fused.weight, before)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cases import READING_CASES, READINGS, VARIANTS, OptimizerCase, Reading, of_clients
 from contract import (
     TABLE,
     assert_same_training,
@@ -17,106 +14,17 @@ from contract import (
     optimizer,
     through_file,
 )
-from reference import polar_factor as slow_polar_factor
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import (
-    gram_error,
-    polar_factor,
     random_point,
-    riemannian_gradient,
-    tangent_part,
 )
-
-STEPS = 12  # past a step that removes rounding
-TOLERANCE = 1e-12
-KINDS = ("tall", "wide", "square", "vector", "batch-tall", "heads-wide", "transposed", "scaled")
-FLOWS = [
-    OptimizerCase("-".join((algorithm, *map(str, options.values()))), algorithm, options)
-    for algorithm, options in (
-        ("adam", {"metric": "canonical", "transport": "isometric"}),
-        ("sgd", {"metric": -1.0, "transport": "isometric"}),
-        ("adam", {"metric": "euclidean", "transport": "projected"}),
-        ("sgd", {"metric": 0.3, "transport": "projected"}),
-    )
-] + of_clients("COMPLEX")
-# Others do to numbers of the optimizer what they do there, too.
-OTHERS = ("tensor-lr", "maximize", "decay", "decoupled", "eps", "short-memory")
-ARITHMETIC = [case for case in VARIANTS if not case.name.endswith(OTHERS)][::2]
-
-
-def gaussian(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) / math.sqrt(2)
 
 
 def batch(array: Any) -> Any:
     return array.reshape(-1, *array.shape[-2:])
-
-
-class Run:
-    """A complex parameter beside its loops; gradients are those of a noisy Hermitian form."""
-
-    def __init__(self, case: OptimizerCase, reading: Reading, rng: np.random.Generator) -> None:
-        self.reading, self.rng = reading, rng
-        start = gaussian(rng, reading.shape)
-        matrices = reading.matrices(start)
-        for index in np.ndindex(matrices.shape[:-2]):
-            matrices[index] = reading.scale * slow_polar_factor(matrices[index])
-        self.param = reading.parameter(start, torch.complex128)
-        points = batch(matrices) / reading.scale
-        self.references = [case.reference(point, reading.scale) for point in points]
-        n = points.shape[-2]
-        factors = gaussian(rng, (len(points), n, n)) / math.sqrt(n)
-        self.cost = factors @ factors.conj().swapaxes(-1, -2) / 2
-        self.linear = 0.3 * gaussian(rng, points.shape)
-
-    def points(self) -> Any:
-        return batch(self.reading.matrices(self.param.detach().numpy())) / self.reading.scale
-
-    def step(self, step: int) -> None:
-        noise = 0.2 * (1 + math.sin(step)) * gaussian(self.rng, self.linear.shape)
-        grad = np.zeros(self.reading.shape, dtype=np.complex128)
-        matrices = self.reading.matrices(grad)
-        found = self.linear - self.cost @ self.points() + noise
-        matrices[...] = found.reshape(matrices.shape)
-        self.param.grad = torch.tensor(grad)
-        points = np.stack([reference.X for reference in self.references])
-        for reference, own in zip(
-            self.references, self.linear - self.cost @ points + noise, strict=True
-        ):
-            reference.step(own)
-
-    def compare(self) -> None:
-        expected = np.stack([reference.X for reference in self.references])
-        assert np.abs(self.points() - expected).max() < TOLERANCE
-
-
-def run(case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator) -> None:
-    runs = [Run(case, READINGS[name], rng) for name in names]
-    opt = case.optimizer([run.param for run in runs])
-    for step in range(STEPS):
-        for each in runs:
-            each.step(step)
-        opt.step()
-    for each in runs:
-        each.compare()
-
-
-@pytest.mark.parametrize("case", READING_CASES, ids=lambda case: case.name)
-def test_every_reading_follows_the_textbook_loop(case, rng):
-    run(case, KINDS, rng)
-
-
-@pytest.mark.parametrize("case", FLOWS, ids=lambda case: case.name)
-def test_every_flow_follows_the_textbook_loop(case, rng):
-    run(case, ("tall", "square"), rng)
-
-
-@pytest.mark.parametrize("case", ARITHMETIC, ids=lambda case: case.name)
-def test_variants_follow_the_textbook_loop(case, rng):
-    run(case, ("square", "batch-wide"), rng)
 
 
 # ---- Hermitian eigenproblems ---------------------------------------------------------------------
@@ -262,27 +170,6 @@ def test_real_matrices_in_complex_numbers_move_as_real_ones(name, generator):
 
 
 # ---- geometry ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (2, 6, 2)])
-def test_geometry_of_complex_matrices(shape, generator):
-    point = random_point(*shape, dtype=torch.complex128, generator=generator)
-    assert gram_error(point).max() < 1e-14 * shape[-2]
-    vector = torch.randn(shape, dtype=torch.complex128, generator=generator)
-    tangent = tangent_part(point, vector)
-    inner = point.mH @ tangent
-    torch.testing.assert_close(inner, -inner.mH, rtol=0, atol=1e-13)
-    torch.testing.assert_close(tangent_part(point, tangent), tangent, rtol=0, atol=1e-13)
-    gradient = riemannian_gradient(point, vector)
-    product = point.mH @ vector
-    force = product - product.mH
-    expected = point @ force + vector - point @ product
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-13)
-    nearest = polar_factor(vector)
-    slow = [slow_polar_factor(one) for one in batch(vector.numpy())]
-    torch.testing.assert_close(nearest, torch.tensor(np.stack(slow)).reshape(shape))
-    wide = random_point(*shape[:-2], 3, 8, dtype=torch.complex64, generator=generator)
-    assert so.orthonormality_error(wide) < 1e-5
 
 
 def test_random_unitary_matrices_are_uniform(generator):

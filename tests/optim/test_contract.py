@@ -1,7 +1,6 @@
 """What code written for torch's optimizers may do: closures, groups, schedulers, hooks, edits."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from contract import (
     optimizer,
     train,
 )
-from optimizers import CLIENTS, PROPORTIONAL
+from optimizers import CLIENTS
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -70,10 +69,13 @@ def test_every_way_to_list_parameters_gives_the_same_training(name, listed):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@on_machines(cpu="adam", as_accelerator="sgd", slowly_compiled="sgd-nesterov")
-def test_gradients_keep_their_bits_and_their_objects(name):
+@on_machines(cpu="adam sgd-nesterov", as_accelerator="sgd", slowly_compiled="sgd-nesterov")
+@pytest.mark.parametrize("maximize", [False, True])
+def test_gradients_keep_their_bits_and_their_objects(name, maximize):
+    """Torch's foreach kernels add Nesterov's momentum to gradients in place: ours are copies."""
     net = model()
-    opt = optimizer(name, net.parameters(), maximize=True, weight_decay=0.1)
+    options = {"maximize": maximize, "foreach": True, "weight_decay": 0.1 * maximize}
+    opt = optimizer(name, net.parameters(), **options)
     for step in range(3):
         backward(net, step)
         grads = [p.grad for p in net.parameters()]
@@ -196,24 +198,6 @@ def test_the_list_of_groups_may_be_edited(name, edit):
         torch.testing.assert_close(p, q, atol=1e-14, rtol=0)
 
 
-@pytest.mark.parametrize(("foreach", "name"), mixed(3, [None, False, True], PROPORTIONAL))
-def test_a_step_writes_to_no_gradient(name, foreach):
-    """Torch's foreach kernels add Nesterov's momentum to gradients in place: ours are copies."""
-    rows, plain = so.ManifoldParameter(torch.randn(6, 4), so.Stiefel(rows=(0, 4))), torch.ones(5)
-    params = [rows, nn.Parameter(plain)]
-    options = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0}
-    opt = optimizer(name, params, foreach=foreach, **options)
-    other = nn.Parameter(plain.clone())
-    twin = torch.optim.SGD([other], 0.01, 0.9, nesterov=True)
-    for _ in range(3):
-        for p in (*params, other):
-            p.grad = torch.ones_like(p)
-        opt.step()
-        twin.step()
-        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in params)
-    assert torch.equal(params[1], other)
-
-
 @on_machines(cpu="sgd", as_accelerator="adam-amsgrad", slowly_compiled="sgd")
 def test_moving_a_parameter_to_another_group_keeps_its_state(name):
     net = model()
@@ -322,22 +306,27 @@ def test_the_learning_rate_may_be_a_tensor(name):
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("name", "rate", "machine"),
+    ("name", "rate", "dtype", "machine"),
     [
-        *in_turn(OPTIMIZERS, [0.0, torch.tensor(0.0)], ["cpu", "as_accelerator", "as_accelerator"]),
-        pytest.param("sgd", 0.0, "compiled", marks=pytest.mark.slow),
+        *in_turn(
+            OPTIMIZERS,
+            [0.0, torch.tensor(0.0)],
+            [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16],
+            ["cpu", "as_accelerator", "as_accelerator"],
+        ),
+        pytest.param("sgd", 0.0, torch.float32, "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],
 )
-def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
-    net = model()
+def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate, dtype):
+    net = so.retag(model().to(dtype))
     with torch.no_grad():
         net.q.weight.add_(0.01)  # off the manifold: only a step with lr > 0 projects
     before = copy.deepcopy(net.state_dict())
     opt = optimizer(name, net.parameters(), lr=rate)
     train(net, opt, 0, 3)
     assert_same(net.state_dict(), before)
-    moved = model()
+    moved = so.retag(model().to(dtype))
     other = optimizer(name, moved.parameters())
     train(moved, other, 0, 1)
     for p, q in zip(net.parameters(), moved.parameters(), strict=True):
@@ -345,7 +334,7 @@ def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
     for group in opt.param_groups:
         group["lr"] = 0.05
     train(net, opt, 3, 4)
-    assert so.orthonormality_error(net) < 1e-5
+    assert so.orthonormality_error(net) < max(1e-5, 1.01 * torch.finfo(dtype).eps)
 
 
 # ---- hooks, profiler, scaler ---------------------------------------------------------------------
@@ -373,33 +362,6 @@ def test_hooks_fire_and_the_profiler_sees_the_step(name):
     names = [event.name for event in profile.events()]
     assert f"Optimizer.step#{kind}.step" in names
     assert f"Optimizer.zero_grad#{kind}.zero_grad" in names
-
-
-@pytest.mark.parametrize(("name", "unscale"), in_turn(OPTIMIZERS, [False, True]))
-def test_grad_scaler(name, unscale):
-    """A power of two comes out of the gradients without rounding, and an infinity skips."""
-    net = model()
-    other = copy.deepcopy(net)
-    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(4):
-        factor = math.inf if step == 2 else 1.0
-        loss = net(torch.full((2, 8), 0.1 * step)).square().mean() * factor
-        opt.zero_grad()
-        scaler.scale(loss).backward()
-        if unscale:
-            scaler.unscale_(opt)
-        before = copy.deepcopy(net.state_dict())
-        scaler.step(opt)
-        scaler.update()
-        if step == 2:
-            assert_same(net.state_dict(), before)
-            continue
-        other_opt.zero_grad()
-        other(torch.full((2, 8), 0.1 * step)).square().mean().backward()
-        other_opt.step()
-    assert scaler.get_scale() == 2.0**9
-    assert_same_training((net, opt), (other, other_opt))
 
 
 def test_every_optimizer_is_under_this_contract():

@@ -20,6 +20,7 @@ from cases import (
     Reading,
     in_turn,
     mixed,
+    of_clients,
 )
 from contract import PUBLISHED
 from optimizers import OF_CLASS
@@ -35,15 +36,21 @@ def batch(array: Array) -> Array:
     return array.reshape(-1, *array.shape[-2:])
 
 
+def gaussian(rng: np.random.Generator, shape: tuple[int, ...], is_complex: bool) -> Array:
+    real = rng.standard_normal(shape)
+    return (real + 1j * rng.standard_normal(shape)) / math.sqrt(2) if is_complex else real
+
+
 class Field:
     """Noisy gradients of -tr(X'AX)/2 + <C, X>; the quadratic part keeps two runs together."""
 
     def __init__(self, rng: np.random.Generator, matrices: Array) -> None:
         k, n, m = batch(matrices).shape
-        factors = rng.standard_normal((k, n, n)) / math.sqrt(n)
-        self.cost = factors @ factors.swapaxes(-1, -2) / 2
-        self.linear = 0.3 * rng.standard_normal((k, n, m))
-        self.noise = 0.2 * rng.standard_normal((STEPS, k, n, m))
+        is_complex = np.iscomplexobj(matrices)
+        factors = gaussian(rng, (k, n, n), is_complex) / math.sqrt(n)
+        self.cost = factors @ factors.conj().swapaxes(-1, -2) / 2
+        self.linear = 0.3 * gaussian(rng, (k, n, m), is_complex)
+        self.noise = 0.2 * gaussian(rng, (STEPS, k, n, m), is_complex)
 
     def __call__(self, points: Array, step: int) -> Array:
         return self.linear - self.cost @ points + (1 + math.sin(step)) * self.noise[step]
@@ -52,16 +59,22 @@ class Field:
 class Run:
     """One parameter beside its reference loops, each following its own gradients."""
 
-    def __init__(self, case: OptimizerCase, reading: Reading, rng: np.random.Generator) -> None:
-        start = reading.start(rng)
+    def __init__(
+        self,
+        case: OptimizerCase,
+        reading: Reading,
+        rng: np.random.Generator,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        start = reading.on_the_manifold(gaussian(rng, reading.shape, dtype.is_complex))
         self.reading = reading
-        self.param = reading.parameter(start)
+        self.param = reading.parameter(start, dtype)
         points = batch(reading.matrices(start)) / reading.scale
         self.references: list[Any] = [case.reference(point, reading.scale) for point in points]
         momentum = case.options.get("momentum", case.row.momentum)
         self.has_velocity = momentum > 0 and hasattr(self.references[0], "Z")
         self.field = Field(rng, points)
-        self.rest = 0.1 * rng.standard_normal(reading.shape)
+        self.rest = 0.1 * gaussian(rng, reading.shape, dtype.is_complex)
 
     def points(self) -> Array:
         value = self.param.detach().numpy()
@@ -94,8 +107,13 @@ class Run:
                 assert np.abs(batch(U.detach().numpy()) - expected).max() < tolerance * size
 
 
-def run_case(case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator) -> None:
-    runs = [Run(case, READINGS[name], rng) for name in names]
+def run_case(
+    case: OptimizerCase,
+    names: tuple[str, ...],
+    rng: np.random.Generator,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    runs = [Run(case, READINGS[name], rng, dtype) for name in names]
     optimizer = case.optimizer([run.param for run in runs])
     for step in range(STEPS):
         for run in runs:
@@ -129,6 +147,39 @@ def test_variants_of_the_rule_follow_the_textbook_loop(
     case: OptimizerCase, rng: np.random.Generator
 ) -> None:
     run_case(case, SHAPES, rng)
+
+
+# Others do to numbers of the optimizer what they do to real matrices, too.
+OTHERS = ("tensor-lr", "maximize", "decay", "decoupled", "eps", "short-memory")
+COMPLEX = [
+    OptimizerCase("-".join((algorithm, *map(str, options.values()))), algorithm, options)
+    for algorithm, options in (
+        ("adam", {"metric": "canonical", "transport": "isometric"}),
+        ("sgd", {"metric": -1.0, "transport": "isometric"}),
+        ("adam", {"metric": "euclidean", "transport": "projected"}),
+        ("sgd", {"metric": 0.3, "transport": "projected"}),
+    )
+] + of_clients("COMPLEX")
+COMPLEX_KINDS = (
+    *("tall", "wide", "square", "vector"),
+    *("batch-tall", "heads-wide", "transposed", "scaled"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        *((case, COMPLEX_KINDS) for case in READING_CASES),
+        *((case, ("tall", "square")) for case in COMPLEX),
+        *((case, SHAPES) for case in VARIANTS[::2] if not case.name.endswith(OTHERS)),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_complex_matrices_follow_the_textbook_loop(
+    case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator
+) -> None:
+    """With conjugate transposes."""
+    run_case(case, names, rng, torch.complex128)
 
 
 def gentle(case: OptimizerCase) -> OptimizerCase:

@@ -21,7 +21,6 @@ from contract import (
     every_rule,
     on_machines,
     optimizer,
-    through_file,
     tried_with,
 )
 from held import bytes_of, counted_memory
@@ -80,9 +79,19 @@ SCHEDULES: dict[str, Callable[[int, int, int], bool]] = {
 # ---- the same steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "name"), mixed(14, SCHEDULES, RULES))
-def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule: str) -> None:
-    chosen, together, alone = SCHEDULES[schedule], parameters(torch.float64, copies=2), []
+@pytest.mark.parametrize(
+    ("schedule", "name", "dtype"),
+    [
+        *((*row, torch.float64) for row in mixed(14, SCHEDULES, RULES)),
+        *in_turn(["dropped at random", "one is late"], RULES, [torch.bfloat16]),
+    ],
+)
+def test_each_parameter_moves_as_in_an_optimizer_of_its_own(
+    name: str, schedule: str, dtype: torch.dtype
+) -> None:
+    chosen, together, alone = SCHEDULES[schedule], parameters(dtype, copies=2), []
+    if half := dtype is torch.bfloat16:
+        together = together[:-2]  # torch's own steps round what they write
     opt = optimizer(name, together)
     for parameter in together:
         own = copy.deepcopy(parameter)
@@ -96,10 +105,16 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
                 own.grad = parameter.grad.clone()
                 own_opt.step()
                 counts[index] += 1
+    atol = 2e-4 if half else max(TABLE[name].rounding, 1e-11)
     for index, (parameter, (own, own_opt)) in enumerate(zip(together, alone, strict=True)):
-        atol = max(TABLE[name].rounding, 1e-11)
-        torch.testing.assert_close(parameter, own, rtol=0, atol=atol, msg=f"{index}")
         state = opt.state.get(parameter, {})
+        if half and counts[index]:
+            master, expected = state["master"], own_opt.state[own]["master"]
+            torch.testing.assert_close(master, expected, rtol=0, atol=atol, msg=f"{index}")
+            assert torch.equal(master.to(dtype), parameter)
+            assert so.orthonormality_error(master, parameter.manifold) < 1e-5
+            continue
+        torch.testing.assert_close(parameter, own, rtol=0, atol=atol, msg=f"{index}")
         if isinstance(parameter, so.ManifoldParameter):
             assert float(state.get("step", 0)) == counts[index]
             for now, expected in zip(
@@ -109,24 +124,6 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
             ):
                 torch.testing.assert_close(now, expected, rtol=0, atol=10 * atol, msg=f"{index}")
             assert not counts[index] or so.orthonormality_error(parameter) < 1e-13
-
-
-@pytest.mark.parametrize(("name", "schedule"), in_turn(RULES, ["dropped at random", "one is late"]))
-def test_masters_move_as_in_an_optimizer_of_their_own(name: str, schedule: str) -> None:
-    chosen, together = SCHEDULES[schedule], parameters(torch.bfloat16, copies=2)[:-2]
-    opt = optimizer(name, together)
-    alone = [(own := copy.deepcopy(p), optimizer(name, [own])) for p in together]
-    for step in range(9):
-        fill(together, step, lambda i, step=step: chosen(i, step, len(together)))
-        opt.step()
-        for parameter, (own, own_opt) in zip(together, alone, strict=True):
-            own.grad = parameter.grad
-            own_opt.step()
-    for index, (parameter, (own, own_opt)) in enumerate(zip(together, alone, strict=True)):
-        master, expected = opt.state[parameter]["master"], own_opt.state[own]["master"]
-        torch.testing.assert_close(master, expected, rtol=0, atol=2e-4, msg=f"{index}")
-        assert torch.equal(master.to(torch.bfloat16), parameter)
-        assert so.orthonormality_error(master, parameter.manifold) < 1e-5
 
 
 @on_machines(cpu="sgd adam-amsgrad", as_accelerator="sgd-nesterov")
@@ -144,22 +141,6 @@ def test_without_gradients_nothing_is_made_and_nothing_moves(name: str) -> None:
     for _ in range(3):
         opt.step()
     assert_same([(p.detach(), dict(opt.state[p])) for p in params], kept)
-
-
-@on_machines(cpu="sgd adam", as_accelerator="sgd-nesterov")
-def test_what_never_had_a_gradient_has_taken_no_step(name: str) -> None:
-    params = parameters(torch.float32)
-    opt = optimizer(name, params)
-    before = [p.detach().clone() for p in params]
-    for step in range(3):
-        fill(params, step, lambda i: i % 3 == 0)
-        opt.step()
-    for index, parameter in enumerate(params):
-        moved = not torch.equal(parameter, before[index])
-        assert moved is (index % 3 == 0), index
-        steps = opt.state.get(parameter, {}).get("step", 0)
-        assert bool(steps) is moved or not isinstance(parameter, so.ManifoldParameter), index
-    assert_same(through_file(opt.state_dict()), opt.state_dict())
 
 
 @tried_with("sgd", "adam")

@@ -11,21 +11,17 @@ import torch
 from cases import in_turn
 from contract import (
     OPTIMIZERS,
-    RULES,
     TABLE,
     assert_same,
     assert_same_training,
-    backward,
     constrained,
+    large_eps,
     model,
-    on_machines,
     optimizer,
-    through_file,
     train,
     tried_with,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import random_point
@@ -46,11 +42,6 @@ def halves_on_machines(test: Any) -> Any:
 
 
 FLOAT32_ROUNDING = 5e-6  # 40 eps, for sums of at most 64 products
-
-
-def large_eps(name: str) -> dict[str, Any]:
-    """The eps of torch's Adam, which moves plain parameters in their own dtype, is 0 in float16."""
-    return {"eps": 1e-3} if TABLE[name].adaptive else {}
 
 
 def pair(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
@@ -160,23 +151,6 @@ def test_a_step_below_the_rounding_of_the_parameter_is_kept(name):
     assert 1e-7 < moved.min() <= moved.max() < 1e-4
 
 
-@on_machines(cpu="sgd", as_accelerator="adam")
-def test_lr_zero_keeps_the_bits(name):
-    net, opt = pair(name)
-    train(net, opt, 0, 3)
-    before = copy.deepcopy(net.state_dict())
-    for group in opt.param_groups:
-        group["lr"] = 0.0
-    backward(net, 3)
-    opt.step()
-    assert_same(net.state_dict(), before)
-    fresh = so.ManifoldParameter(torch.ones(4, 2, dtype=torch.bfloat16), project=False)
-    fresh_opt = optimizer(name, [fresh], lr=0.0)
-    fresh.grad = torch.ones_like(fresh)
-    fresh_opt.step()
-    assert torch.equal(fresh, torch.ones(4, 2, dtype=torch.bfloat16))
-
-
 def test_the_velocity_is_float32_and_may_be_set():
     net, opt = pair("sgd")
     skew, normal = opt.velocity(net.up.weight)
@@ -261,54 +235,6 @@ def continued(net: nn.Module, opt: Any, other: nn.Module, other_opt: Any) -> Non
     train(net, opt, 3, 12)
     train(other, other_opt, 3, 12)
     assert_same_training((net, opt), (other, other_opt))
-
-
-@pytest.mark.parametrize(("name", "dtype"), in_turn(RULES, HALVES))
-def test_a_saved_state_dict_continues_bit_for_bit(name, dtype):
-    net, opt = pair(name, dtype)
-    train(net, opt, 0, 3)
-    saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
-    fresh, fresh_opt = pair(name, dtype)
-    fresh.load_state_dict(saved["model"])
-    fresh_opt.load_state_dict(saved["optimizer"])
-    continued(net, opt, fresh, fresh_opt)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sgd", {}),
-        ("adam", {"full_state_dict": True}),
-        ("adam-amsgrad", {"flatten_optimizer_state_dict": True}),
-    ],
-)
-def test_distributed_checkpoints_keep_float32(name, options):
-    options = dcp.StateDictOptions(**options)
-    net, opt = pair(name)
-    train(net, opt, 0, 3)
-    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
-    fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, fresh.parameters(), **large_eps(name))
-    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
-    assert master_of(fresh_opt, fresh.up.weight).dtype == torch.float32
-    continued(net, opt, fresh, fresh_opt)
-
-
-def test_hooks_on_loading_have_the_last_word():
-    net, opt = pair("adam")
-    train(net, opt, 0, 3)
-
-    def forget(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = [key for key in state_dict["state"][0] if "skew" in key]
-        state = {n: dict(values) for n, values in state_dict["state"].items()}
-        state[0].update({key: torch.zeros_like(state[0][key]) for key in names})
-        return {**state_dict, "state": state}
-
-    fresh, fresh_opt = pair("adam")
-    fresh_opt.register_load_state_dict_pre_hook(forget)
-    fresh_opt.load_state_dict(opt.state_dict())
-    assert not fresh_opt.state[fresh.q.weight]["momentum_skew"].any()
-    assert fresh_opt.state[fresh.k.weight]["momentum_skew"].any()
 
 
 @tried_with("sgd", "adam-amsgrad")

@@ -17,6 +17,7 @@ from contract import (
     RULES,
     TABLE,
     every_rule,
+    fill,
     on_machines,
     optimizer,
     through_file,
@@ -101,10 +102,7 @@ class Training:
             self.opt.step()
 
     def fill(self, step: int) -> None:
-        generator = torch.Generator().manual_seed(100 + step)
-        for parameter in self.params:
-            grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.grad = grad.to(parameter.dtype)
+        fill(self.params, step)
 
     def constrained(self) -> list[nn.Parameter]:
         return [p for p in self.params if isinstance(p, so.ManifoldParameter)]

@@ -29,7 +29,7 @@ from contract import (
     optimizer,
     stepped,
 )
-from optimizers import CLIENTS
+from optimizers import CLIENTS, OF_CORE
 from reference import polar_factor
 from torch import Tensor, nn
 
@@ -70,46 +70,6 @@ def normal_gradient(point: Tensor) -> Tensor:
 # ---- it cannot blow up --------------------------------------------------------------------------
 
 
-def check_survival(
-    algorithm: str,
-    dtype: torch.dtype,
-    choices: list[tuple[float, tuple[int, ...]]],
-    generator: torch.Generator,
-    steps: int,
-    **options: Any,
-) -> None:
-    """Gradients of size 1, every seventh of size 1000, for each rate and shape."""
-    groups = [
-        {"params": [random_point(generator, *shape, dtype=dtype)], "lr": rate}
-        for rate, shape in choices
-    ]
-    params = [param for group in groups for param in group["params"]]
-    optimizer: Any = TABLE[algorithm].optimizer(groups, **options)
-    # With the default momenta |U| <= max|g| / (1 - mu), and |U| <= max|g| for Adam.
-    factor = 1.0 if TABLE[algorithm].adaptive else 10.0
-    largest = dict.fromkeys(params, 0.0)
-    for step in range(steps):
-        long = step % 7 == 6
-        for param in params:
-            grad = torch.randn(param.shape, generator=generator, dtype=dtype)
-            param.grad = grad * (1000.0 if long else 1.0)
-            if long:
-                largest[param] = max(largest[param], spectral_norm(normal_gradient(param)))
-        optimizer.step()
-        if not long:
-            continue
-        for param in params:
-            tolerance = 100 * torch.finfo(dtype).eps * max(param.shape[-2:])
-            Z, U = optimizer.velocity(param)
-            assert gram_error(param, param) < tolerance
-            assert bool(Z.isfinite().all())
-            if param.size(-1) == param.size(-2):
-                continue
-            norm = spectral_norm(U)
-            assert norm < factor * largest[param] * (1 + tolerance)
-            assert gram_error(param, U) < tolerance * norm
-
-
 FINE = list(
     itertools.product(
         (1e-3, 0.1, 1.0, 10.0, 30.0, 100.0),
@@ -130,8 +90,34 @@ COARSE = {
 def test_no_learning_rate_blows_up(
     algorithm: str, transport: str, dtype: torch.dtype, is_fine: bool, generator: torch.Generator
 ) -> None:
+    """Gradients of size 1, every seventh of size 1000, for each rate and shape."""
     choices, steps = (FINE, 2000) if is_fine else (COARSE[dtype], 200)
-    check_survival(algorithm, dtype, choices, generator, steps, transport=transport)
+    groups = [
+        {"params": [random_point(generator, *shape, dtype=dtype)], "lr": rate}
+        for rate, shape in choices
+    ]
+    params = [param for group in groups for param in group["params"]]
+    optimizer: Any = TABLE[algorithm].optimizer(groups, transport=transport)
+    # With the default momenta |U| <= max|g| / (1 - mu), and |U| <= max|g| for Adam.
+    factor = 1.0 if TABLE[algorithm].adaptive else 10.0
+    largest = dict.fromkeys(params, 0.0)
+    for step in range(steps):
+        long = step % 7 == 6
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator, dtype=dtype)
+            param.grad = grad * (1000.0 if long else 1.0)
+            if long:
+                largest[param] = max(largest[param], spectral_norm(normal_gradient(param)))
+        optimizer.step()
+        for param in params if long else ():
+            tolerance = 100 * torch.finfo(dtype).eps * max(param.shape[-2:])
+            Z, U = optimizer.velocity(param)
+            assert gram_error(param, param) < tolerance
+            assert bool(Z.isfinite().all())
+            if param.size(-1) != param.size(-2):
+                norm = spectral_norm(U)
+                assert norm < factor * largest[param] * (1 + tolerance)
+                assert gram_error(param, U) < tolerance * norm
 
 
 # ---- the scale of the loss ----------------------------------------------------------------------
@@ -174,12 +160,25 @@ def test_adam_without_eps_meets_no_zero_by_zero(metric: str) -> None:
 # ---- invariants ---------------------------------------------------------------------------------
 
 
-def check_invariants(
+OTHER_SHAPES = [(4, 4), (60, 20), (30, 29), (8, 1), (3, 200, 8)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "shape", "steps"),
+    [
+        *in_turn(ALGORITHMS, [torch.float64, torch.float32], [(2, 10, 3)], [400]),
+        *(
+            pytest.param(*row, 10_000, marks=pytest.mark.slow)
+            for row in itertools.product(ALGORITHMS, DTYPES, OTHER_SHAPES)
+        ),
+    ],
+)
+def test_invariants_hold_after_many_steps(
     algorithm: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    generator: torch.Generator,
     steps: int,
+    generator: torch.Generator,
 ) -> None:
     """Leading eigenvectors in order (Brockett's cost), with fresh noise in each step."""
     n, m = shape[-2:]
@@ -202,29 +201,6 @@ def check_invariants(
     if n > m:
         assert spectral_norm(U) > 1e-3
         assert gram_error(param, U) < tolerance * spectral_norm(U)
-
-
-OTHER_SHAPES = [(4, 4), (60, 20), (30, 29), (8, 1), (3, 200, 8)]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "dtype", "shape", "steps"),
-    [
-        *in_turn(ALGORITHMS, [torch.float64, torch.float32], [(2, 10, 3)], [400]),
-        *(
-            pytest.param(*row, 10_000, marks=pytest.mark.slow)
-            for row in itertools.product(ALGORITHMS, DTYPES, OTHER_SHAPES)
-        ),
-    ],
-)
-def test_invariants_hold_after_many_steps(
-    algorithm: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    steps: int,
-    generator: torch.Generator,
-) -> None:
-    check_invariants(algorithm, dtype, shape, generator, steps)
 
 
 STARTS = pairwise(
@@ -330,10 +306,6 @@ def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
     assert not any(key.endswith(("normal", "base")) for key in optimizer.state[param])
 
 
-def orthonormal(shape, generator, dtype=torch.float64):
-    return torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype))[0]
-
-
 @pytest.mark.filterwarnings("ignore:Each of the last")
 @pytest.mark.parametrize(
     ("transport", "lr", "dtype"),
@@ -341,9 +313,8 @@ def orthonormal(shape, generator, dtype=torch.float64):
 )
 def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
     """|eta Z| is long here while U is nearly zero: each has to be saturated by itself."""
-    start = orthonormal((64, 16), generator, dtype)
-    target = start @ orthonormal((16, 16), generator, dtype)
-    weight = so.ManifoldParameter(start)
+    weight = random_point(generator, 64, 16, dtype=dtype)
+    target = weight.detach() @ random_point(generator, 16, 16, dtype=dtype).detach()
     optimizer = so.StiefelSGD([weight], lr=lr, transport=transport)
     for _ in range(100):
         weight.grad = weight.detach() - target
@@ -353,7 +324,7 @@ def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-45, 1e-44, 1e-38])
 def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
-    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    weight = random_point(generator, 7, 3, dtype=torch.float32)
     optimizer = so.StiefelAdam([weight], lr=0.1, eps=eps)
     for _ in range(5):
         weight.grad = torch.randn((7, 3), generator=generator)
@@ -366,7 +337,7 @@ def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_bound_beyond_float32_bounds_nothing(betas, nesterov, generator):
     """beta1^2 > beta2: the first moment may be any number of times the root of the second."""
-    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    weight = random_point(generator, 7, 3, dtype=torch.float32)
     optimizer = so.StiefelAdam([weight], lr=0.01, betas=betas, nesterov=nesterov)
     for _ in range(140):
         weight.grad = torch.randn((7, 3), generator=generator)
@@ -377,8 +348,8 @@ def test_a_bound_beyond_float32_bounds_nothing(betas, nesterov, generator):
 @pytest.mark.parametrize("rule", BOTH)
 def test_rounding_is_removed_where_the_count_of_steps_stands_still(rule, generator):
     """float32 counts to 2^24; a write that no version shows is found when rounding is removed."""
-    weights = [so.ManifoldParameter(orthonormal((12, 4), generator, torch.float32))]
-    weights.append(so.ManifoldParameter(orthonormal((12, 4), generator, torch.float32)))
+    weights = [random_point(generator, 12, 4, dtype=torch.float32)]
+    weights.append(random_point(generator, 12, 4, dtype=torch.float32))
     optimizer = rule(weights, lr=1e-3)
     for step in range(20):
         for weight in weights:
@@ -417,7 +388,7 @@ def test_huge_values_are_projected(generator):
 
 @pytest.mark.parametrize("lr", [1e-8, 1e7])
 def test_neither_rate_nor_gradient_has_to_be_of_size_one(lr, generator):
-    weight = so.ManifoldParameter(orthonormal((128, 64), generator, torch.float32))
+    weight = random_point(generator, 128, 64, dtype=torch.float32)
     optimizer = so.StiefelSGD([weight], lr=lr, momentum=0.0)
     for _ in range(3):
         weight.grad = torch.randn(128, 64, generator=generator) * 0.02 / lr
@@ -526,13 +497,8 @@ def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
 
 # A tall, a wide and a square one, and a single column.
 SHAPES = [(48, 20), (6, 30), (12, 12), (90, 1)]
-
-
 RATES = (0.03, 15.0)
-
-
 ROUNDS = 8
-
 
 Gradient = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
 
@@ -559,8 +525,6 @@ def _one_column(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
 
 
 KINDS = (_radial, _symmetric, _spikes, _halved, _one_column)
-
-
 CASES = dict(OPTIMIZERS)
 for client in CLIENTS:
     CASES |= client.STEEP
@@ -585,10 +549,18 @@ def _largest_error(make: Any, options: dict[str, Any], gradient: Gradient, lr: f
     return worst
 
 
+MACHINES = ("cpu", "as_accelerator")
+
+
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
-@pytest.mark.parametrize("gradient", KINDS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "gradient", "machine"),
+    [
+        *itertools.product(OF_CORE, KINDS, MACHINES),
+        *in_turn([name for name in CASES if name not in OF_CORE] * len(KINDS), KINDS, MACHINES),
+    ],
+    indirect=["machine"],
+)
 def test_every_point_is_orthonormal(name: str, gradient: Gradient) -> None:
     """Also where the length of a step is known too late, and for rules that choose it."""
     rule, options = CASES[name]

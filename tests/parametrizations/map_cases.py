@@ -100,6 +100,7 @@ FUNCTIONS = {
         FunctionCase("own", own_map, ((6, 3),)),
         FunctionCase("own-complex", own_map, ((6, 2),), C128),
         FunctionCase("urnn", _urnn, ((3, 4), (4, 2)), C128),
+        FunctionCase("urnn-one", _urnn, ((3, 1), (1, 2)), C128),
         FunctionCase("eurnn-odd", _eurnn, ((3,), (3, 2, 1)), C128),
         FunctionCase("generalized", _generalized, ((5, 3), (3,)), orthonormal=False),
         FunctionCase("generalized-many", _generalized, ((3, 5), (5,)), orthonormal=False),

@@ -9,6 +9,7 @@ import torch
 from cases import pairwise
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from training import train
 
 import stiefel_opt as so
 from stiefel_opt import compat
@@ -27,15 +28,8 @@ def module(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, sign: int
     return found
 
 
-def train(found: nn.Module, rule: Any, target: Tensor, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        rule.zero_grad()
-        loss = (found.weight - target).abs().square().sum()
-        loss.backward()
-        rule.step()
-        losses.append(loss.item())
-    return losses
+def fit(found: nn.Module, rule: Any, target: Tensor, steps: int) -> list[float]:
+    return train(rule, lambda: (found.weight - target).abs().square().sum(), steps)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -51,7 +45,7 @@ def test_a_checkpoint_of_torch_loads_and_training_goes_on(
     options = {"orthogonal_map": name, "use_trivialization": trivialization}
     theirs = parametrizations.orthogonal(module(shape, dtype), **options)
     target = so.random_point(*shape, dtype=dtype)
-    train(theirs, torch.optim.SGD(theirs.parameters(), 0.05), target, 5)
+    fit(theirs, torch.optim.SGD(theirs.parameters(), 0.05), target, 5)
     saved = copy.deepcopy(theirs.state_dict())
     for sign in (1, -1):
         plain = module(shape, dtype, sign)
@@ -64,7 +58,7 @@ def test_a_checkpoint_of_torch_loads_and_training_goes_on(
         again.load_state_dict(ours.state_dict(), assign=True)
         assert torch.equal(again.weight, ours.weight)
     assert all(torch.equal(value, saved[key]) for key, value in theirs.state_dict().items())
-    losses = train(ours, torch.optim.Adam(ours.parameters(), 0.02), target, 10)
+    losses = fit(ours, torch.optim.Adam(ours.parameters(), 0.02), target, 10)
     assert losses[-1] <= max(losses[0], 1e-4)
     assert so.orthonormality_error(ours) < 1e-5
 
@@ -77,7 +71,7 @@ def test_the_learning_rate_of_torch_serves(shape: tuple[int, ...]) -> None:
     target = so.project_(near)  # with the determinant of the start
     for function in (parametrizations.orthogonal, compat.orthogonal):
         found = function(copy.deepcopy(start))
-        losses = train(found, torch.optim.Adam(found.parameters(), 0.01), target, 100)
+        losses = fit(found, torch.optim.Adam(found.parameters(), 0.01), target, 100)
         assert losses[-1] < 0.01 * losses[0]
 
 

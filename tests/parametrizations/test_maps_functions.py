@@ -128,19 +128,6 @@ def test_lengths_do_not_matter(factor):
     torch.testing.assert_close(cwy(spread), cwy(vectors), rtol=0, atol=1e-6)
 
 
-def test_the_gradient_is_orthogonal_to_the_vectors():
-    """Their lengths do not matter, so that no step of a gradient method can shrink them."""
-    vectors = gaussian(9, 4).requires_grad_()
-    (gradient,) = torch.autograd.grad(tcwy(vectors), vectors, gaussian(9, 4, seed=1))
-    assert (gradient * vectors).sum(-2).abs().max() < 1e-14
-
-
-def test_determinant_counts_the_reflections():
-    for count in range(1, 6):
-        determinant = torch.linalg.det(cwy(gaussian(5, count)))
-        assert determinant.item() == pytest.approx((-1) ** count)
-
-
 # ---- generalized products ------------------------------------------------------------------------
 
 
@@ -294,19 +281,6 @@ def test_eurnn_is_the_product_of_its_layers(size):
     torch.testing.assert_close(eurnn(phases, angles), expected, rtol=0, atol=1e-14)
 
 
-def test_eurnn_moves_in_every_direction_of_the_unitary_group():
-    """The Jacobian has rank N^2; with the phase on the other side of the block it has less."""
-    size = 6
-    start = torch.cat([gaussian(size), gaussian(size * 2 * 3, seed=1)])
-
-    def flat(free):
-        value = eurnn(free[:size], free[size:].reshape(size, 2, 3))
-        return torch.view_as_real(value).flatten()
-
-    jacobian = torch.autograd.functional.jacobian(flat, start)
-    assert torch.linalg.matrix_rank(jacobian) == size * size
-
-
 # ---- precision -----------------------------------------------------------------------------------
 
 
@@ -374,20 +348,6 @@ def test_float32_error_does_not_grow_with_the_number_of_reflections(count, shift
         assert error_of(function(vectors).double()) < 2.5e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [16, 64, 256])
-@pytest.mark.parametrize("function", [cwy, tcwy])
-def test_float32_error_stays_after_a_thousand_steps(function, count):
-    vectors = gaussian(256, count, dtype=torch.float32).requires_grad_()
-    target = orthonormal(*function(vectors).shape, seed=1, dtype=torch.float32)
-    optimizer = torch.optim.Adam([vectors], lr=1e-2)
-    for _ in range(1000):
-        optimizer.zero_grad()
-        (function(vectors) - target).square().sum().backward()
-        optimizer.step()
-    assert error_of(function(vectors).double()) < 1.5e-6
-
-
 def test_functional_transforms():
     vectors = gaussian(4, 6, 3)
 
@@ -407,15 +367,6 @@ def test_backward_inside_autocast_computes_in_float32(function):
     with torch.autocast("cpu", torch.bfloat16):
         (found,) = torch.autograd.grad(function(vectors), vectors, weight)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
-def test_compiled_without_graph_break():
-    vectors = gaussian(6, 3).requires_grad_()
-    compiled = torch.compile(lambda v: tcwy(v).pow(3).sum(), backend="aot_eager", fullgraph=True)
-    (found,) = torch.autograd.grad(compiled(vectors), vectors)
-    (expected,) = torch.autograd.grad(tcwy(vectors).pow(3).sum(), vectors)
-    torch.testing.assert_close(found, expected)
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn, mixed
-from tiny_decoder import HEAD, INNER, WIDTH, TinyDecoder, logits, tokens
+from surrogate import assert_its_gradients
+from tiny_decoder import HEAD, WIDTH, TinyDecoder, logits, tokens
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -196,42 +197,6 @@ def test_a_folded_checkpoint_names_the_call_that_is_missing() -> None:
         pass
 
 
-class Adapter(nn.Module):
-    """A layer and a correction of its own, as peft's LoRA has it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.more(x)
-
-
-def test_adapters_of_a_folded_model_merge() -> None:
-    model, (batch, *_) = prepared(), tokens()
-    plain = logits(model, batch)
-    rotations.fold_(model, rotations.hadamard(model))
-    for layer in model.model.layers:
-        for owner, leaf in ((layer.mlp, "down_proj"), (layer.mlp, "up_proj")):
-            setattr(owner, leaf, Adapter(getattr(owner, leaf)))
-    adapted = logits(model, batch)
-    assert float((adapted - plain).abs().max()) > 1e-2
-    assert torch.equal(logits(copy.deepcopy(model), batch), adapted)
-    for layer in model.model.layers:
-        for owner, leaf in ((layer.mlp, "down_proj"), (layer.mlp, "up_proj")):
-            adapter = getattr(owner, leaf)
-            with torch.no_grad():
-                adapter.base.weight += adapter.more.weight
-            setattr(owner, leaf, adapter.base)
-    with rotations.quantized(model, activation_bits=8):  # R4 comes before the rounding
-        rounded = logits(model, batch)
-    assert_close_to_the_largest(logits(model, batch), adapted, 1e-5)
-    with rotations.quantized(model, activation_bits=8):
-        assert torch.equal(logits(model, batch), rounded)
-    assert_close_to_the_largest(rounded, adapted, 0.05)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_models_of_one_config_do_not_know_of_each_other(tied: bool) -> None:
     first, second = TinyDecoder(tied=tied), TinyDecoder(tied=tied)
@@ -392,55 +357,20 @@ def test_rounding_uses_so_many_levels_and_no_more_than_half_a_step(bits, symmetr
 def test_gradients_are_those_of_the_surrogate_without_rounding(
     symmetric: bool, weight_bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """x + s r with r recorded once and replayed: smooth, so that differences can be taken."""
     model, (batch, *_) = prepared(torch.float64, bias=True), tokens()
     model.requires_grad_(False)
     wanted = logits(model, batch).log_softmax(-1)
     start = haar(model)
     matrices = [m.double().requires_grad_() for m in (start.residual, *start.heads)]
     found = Rotations(matrices[0], matrices[1:])
-    real = quantizers.fake_quantize
-    recorded: list[Tensor] = []
-
-    def step_of(x: Tensor, bits: int, symmetric: bool) -> Tensor:
-        if symmetric:
-            return x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-        return (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / (2**bits - 1)
-
-    def record(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
-        rounded = real(x, bits, symmetric)
-        recorded.append(((rounded - x) / step_of(x, bits, symmetric)).detach())
-        return rounded
+    options = {"rotations": found, "weight_bits": weight_bits, "symmetric": symmetric}
 
     def loss() -> Tensor:
-        with rotations.quantized(
-            model, rotations=found, weight_bits=weight_bits, symmetric=symmetric
-        ):
+        with rotations.quantized(model, **options):
             value = model(batch).logits.log_softmax(-1)
         return (wanted.exp() * (wanted - value)).sum(-1).mean()
 
-    loss().backward()
-    with torch.no_grad():
-        monkeypatch.setattr(quantizers, "fake_quantize", record)
-        loss()
-        replayed: list[Tensor] = []
-
-        def replay(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
-            replayed.append(x)
-            return x + step_of(x, bits, symmetric) * recorded[len(replayed) - 1]
-
-        monkeypatch.setattr(quantizers, "fake_quantize", replay)
-        small = 1e-6
-        for matrix in matrices:
-            direction = torch.randn(matrix.shape, dtype=torch.float64)
-            values = []
-            for sign in (1, -1):
-                matrix += sign * small * direction
-                replayed.clear()
-                values.append(float(loss()))
-                matrix -= sign * small * direction
-            slope = (values[0] - values[1]) / (2 * small)
-            assert slope == pytest.approx(float((matrix.grad * direction).sum()), rel=1e-5)
+    assert_its_gradients(loss, matrices, monkeypatch, rel=1e-5)
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -942,11 +872,3 @@ def test_states_out_of_order_are_refused() -> None:
             rotations.hadamard(TinyDecoder(), **given)
     with pytest.raises(TypeError, match="`residual` must be True or False, got None"):
         rotations.hadamard(TinyDecoder(), residual=None)
-
-
-def test_changed_rotations_are_new_data() -> None:
-    found = identity(TinyDecoder())
-    changed = dataclasses.replace(found, online=())
-    assert found.online == ("R4",)
-    assert changed.online == ()
-    assert INNER == 20

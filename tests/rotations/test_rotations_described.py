@@ -170,6 +170,25 @@ def test_a_wrong_description_changes_nothing(case: str, tied: bool) -> None:
     assert before[3] == tied
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_wrong_description(dtype: torch.dtype) -> None:
+    """A writer of small numbers: without it logits move by less than rounding moves them."""
+    model, (ids, *_) = Odd().to(dtype), tokens()
+    for block in model.blocks:
+        block.narrow.weight.data *= 0.02
+        block.narrow.bias.data *= 0.02
+    expected, right = logits(model, ids), copy.deepcopy(model)
+    rotations.prepare_(right, description=rotations.describe(**NAMES), verify=ids)
+    rotations.fold_(right, rotations.hadamard(right), verify=ids)
+    assert right.blocks[0].narrow.weight.dtype == dtype
+    assert_close(logits(right, ids), expected, 0.03)
+    wrong = rotations.describe(**NAMES | WRONG["a writer left out"])
+    rotations.prepare_(model, description=wrong, verify=ids)
+    with pytest.raises(ValueError, match=r"keep its function when it is folded"):
+        rotations.fold_(model, rotations.hadamard(model), verify=ids)
+    assert_close(logits(model, ids), expected, 0.03)
+
+
 def test_a_wrong_gain_is_found_while_preparing() -> None:
     model, (ids, *_) = Odd(tied=True), tokens()
     before = everything(model)

@@ -1,8 +1,5 @@
 """Weights in which torch stacks several matrices: constrain sees the module and reads each one."""
 
-import copy
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -58,19 +55,6 @@ def test_each_block_is_a_matrix_of_its_own(name: str, inside: bool) -> None:
     assert line.error < 1e-5
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "depthwise", "attention"])
-def test_training_keeps_every_block(name: str) -> None:
-    make, leaf, count, _ = STACKED[name]
-    module = so.constrain(make(), leaf)
-    weight = module.get_parameter(leaf)
-    optimizer = so.StiefelAdam(module.parameters(), lr=0.05)
-    for _ in range(3):
-        weight.grad = torch.randn_like(weight)
-        optimizer.step()
-    gram = (found := blocks(weight, count)).mT @ found
-    torch.testing.assert_close(gram, torch.eye(gram.size(-1)).expand_as(gram))
-
-
 @pytest.mark.parametrize("options", [{"heads": 1}, {"rows": (0, 32)}])
 def test_what_is_asked_for_overrides(options: dict[str, object]) -> None:
     lstm = so.constrain(nn.LSTM(6, 8), "weight_hh_l0", **options)
@@ -81,16 +65,3 @@ def test_what_is_asked_for_overrides(options: dict[str, object]) -> None:
 def test_kernels_one_by_one_are_read_as_asked() -> None:
     conv = so.constrain(nn.Conv2d(8, 8, 3, groups=8), flatten=False)
     assert conv.weight.manifold == so.Stiefel()
-
-
-def test_a_copy_and_a_checkpoint_keep_the_blocks() -> None:
-    lstm = so.constrain(nn.LSTM(6, 8), "weight_hh_l0")
-    buffer = io.BytesIO()
-    torch.save(lstm, buffer)
-    buffer.seek(0)
-    for twin in (copy.deepcopy(lstm), torch.load(buffer, weights_only=False)):
-        assert twin.weight_hh_l0.manifold == so.Stiefel(heads=4)
-        assert "one for each gate" in str(so.report(twin))
-    fresh = so.constrain(nn.LSTM(6, 8), "weight_hh_l0")
-    fresh.load_state_dict(lstm.state_dict())  # no warning: it is on the manifold
-    assert torch.equal(fresh.weight_hh_l0, lstm.weight_hh_l0)

@@ -85,11 +85,6 @@ WRONG = [
     (lambda: so.retract(torch.eye(3), torch.eye(3), retraction="exp"), ValueError, "`retraction`"),
     (lambda: so.project_tangent([1.0], torch.eye(3)), TypeError, "`point` must be a tensor"),
     (lambda: so.project_tangent(torch.eye(3), torch.eye(3), "wide"), TypeError, "`manifold` must"),
-    (
-        lambda: so.report(nn.Linear(2, 2), nn.Linear(2, 2)),
-        TypeError,
-        "`optimizer` must be None or an optimizer, got Linear",
-    ),
     (lambda: so.random_point(3), ValueError, "`shape` must be at least two positive sizes"),
     (lambda: so.random_point(3, 2, manifold=4), TypeError, "`manifold` must be None or a Stiefel"),
     (lambda: so.random_point(3, 2, manifold=so.Stiefel(heads=2)), ValueError, "heads of shape"),

@@ -12,6 +12,7 @@ from contract import IS_ON_CPU, warnings_of
 from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.utils.flop_counter import FlopCounterMode
+from training import train
 
 import stiefel_opt as so
 
@@ -43,11 +44,12 @@ def net() -> nn.Module:
     return Everything()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
-        optimizer.step()
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    train(
+        optimizer,
+        lambda: model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().sum(),
+        steps,
+    )
 
 
 def polar(value: Tensor, reading: so.Stiefel) -> Tensor:
@@ -68,7 +70,7 @@ def test_the_average_is_the_projected_mean_of_every_reading(decay: float | None,
     average = so.averaged(model, decay)
     expected: dict[str, Tensor] = {}
     for update in range(5):
-        train(model, optimizer)
+        fit(model, optimizer)
         average.update_parameters(model)
         keep = update / (update + 1) if decay is None else decay * (update > 0)
         for name, p in model.named_parameters():
@@ -102,12 +104,12 @@ def test_an_average_goes_on_after_saving_and_copying(decay: float | None) -> Non
     model = net()
     optimizer = so.StiefelAdam(model.parameters(), lr=0.1)
     average = so.averaged(model, decay, use_buffers=True)
-    train(model, optimizer)
+    fit(model, optimizer)
     average.update_parameters(model)
     again = so.averaged(net(), decay, use_buffers=True)
     again.load_state_dict(average.state_dict())
     twins = (again, copy.deepcopy(average), pickle.loads(pickle.dumps(average)))
-    train(model, optimizer)
+    fit(model, optimizer)
     average.update_parameters(model)
     for twin in twins:
         twin.update_parameters(model)
@@ -218,7 +220,7 @@ def test_another_average_is_told_once_where_it_is_used(
         with torch.no_grad():
             assert not warnings_of(lambda: mean(x))
     for _ in range(3):
-        train(model, optimizer)
+        fit(model, optimizer)
         assert not warnings_of(update)
     with torch.set_grad_enabled(with_grad and not seen_before):
         texts = warnings_of(lambda: mean(x))
@@ -308,7 +310,7 @@ def test_an_average_that_was_projected_is_silent() -> None:
     model = net()
     optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
     mean, update = polyak(model)
-    train(model, optimizer)
+    fit(model, optimizer)
     update()
     so.project_(mean)
     with torch.no_grad():
@@ -321,11 +323,11 @@ def test_an_average_that_is_written_back_into_the_model_is_told_in_its_next_eval
     optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
     mean, update = polyak(model)
     for _ in range(2):
-        train(model, optimizer)
+        fit(model, optimizer)
         update()
         with torch.no_grad():
             assert not warnings_of(lambda: model(torch.ones(2, 4)))
-    train(model, optimizer, 20)
+    fit(model, optimizer, 20)
     for p, q in zip(model.parameters(), mean.parameters(), strict=True):
         p.detach().copy_(q.detach())
     with torch.no_grad():
@@ -336,10 +338,10 @@ def test_an_average_that_is_written_back_into_the_model_is_told_in_its_next_eval
 def test_a_weight_that_is_meant_to_be_off_is_silent(rule: str) -> None:
     model = so.constrain(nn.Linear(4, 4), project=rule != "project=False")
     if rule == "stiefel=False":
-        train(model, so.StiefelSGD(model.parameters(), lr=0.1, stiefel=False))
+        fit(model, so.StiefelSGD(model.parameters(), lr=0.1, stiefel=False))
     elif rule == "penalty":
         so.orthonormality_penalty(model).backward()
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.no_grad():
         assert not warnings_of(lambda: model(torch.ones(2, 4)))
         if rule != "project=False":
@@ -353,13 +355,13 @@ def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.Monke
     model = so.constrain(nn.Linear(4, 4))
     optimizer = so.StiefelSGD(model.parameters(), lr=0.1)
     for _ in range(200):
-        train(model, optimizer, 1)
+        fit(model, optimizer, 1)
         with torch.no_grad():
             model(torch.ones(2, 4))
     assert 0 < len(looks) < 30
-    train(model, optimizer, 200)
+    fit(model, optimizer, 200)
     looks.clear()
-    train(model, optimizer, 200)
+    fit(model, optimizer, 200)
     assert not looks
 
 

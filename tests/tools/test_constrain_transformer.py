@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 
@@ -80,13 +81,7 @@ def test_its_scales_are_learned_and_it_trains() -> None:
     so.constrain_transformer(model, learn_scale=True)
     opt = so.StiefelAdamW(model.parameters(), lr=3e-3)
     words, labels = torch.randint(0, 11, (24, 6)), torch.arange(24) % 3
-    losses = []
-    for _ in range(15):
-        opt.zero_grad()
-        loss = nn.functional.cross_entropy(model(words), labels)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
+    losses = train(opt, lambda: nn.functional.cross_entropy(model(words), labels), 15)
     assert losses[-1] < 0.9 * losses[0]
     scales = [line.scale for line in so.report(model).lines]
     assert len(scales) == 8
@@ -179,15 +174,12 @@ def test_experts_are_a_batch_with_two_matrices_where_there_is_a_gate(kind: str) 
         )
     named = [f"{place}.experts.gate_up_proj" for place in range(2)]
     assert [path for path, _ in report.skipped] == (named if kind == "in turn" else [])
-    train(model, lambda: sum(weight.square().mean() for weight in model.parameters()))
+    fit(model, lambda: sum(weight.square().mean() for weight in model.parameters()))
 
 
-def train(model: nn.Module, loss_of) -> None:
+def fit(model: nn.Module, loss_of) -> None:
     opt = so.StiefelAdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        opt.zero_grad()
-        loss_of().backward()
-        opt.step()
+    train(opt, loss_of, 3)
     assert float(so.orthonormality_error(model)) < 1e-5
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from contract import IS_ON_CPU
 from torch import Tensor, nn
+from training import closure_of, train
 
 import stiefel_opt as so
 
@@ -72,15 +73,8 @@ def loss_of(net: nn.Module, seed: int = 0) -> Tensor:
     return found
 
 
-def train(net: nn.Module, rule: Any, steps: int = 5) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        rule.zero_grad()
-        loss = loss_of(net)
-        loss.backward()
-        rule.step()
-        losses.append(loss.item())
-    return losses
+def fit(net: nn.Module, rule: Any, steps: int = 5) -> list[float]:
+    return train(rule, lambda: loss_of(net), steps)
 
 
 # ---- what it does ------------------------------------------------------------------------------
@@ -91,7 +85,7 @@ def test_every_optimizer_of_torch_trains_on_the_manifold(name: str) -> None:
     net = model()
     rule = RULES[name](net.parameters())
     assert so.on_manifold(rule) is rule
-    losses = train(net, rule, 40)
+    losses = fit(net, rule, 40)
     assert losses[-1] < 0.9 * losses[0]
     assert so.orthonormality_error(net) < 2e-6
 
@@ -296,11 +290,7 @@ def test_the_gradient_behind_a_retraction_is_that_of_finite_differences() -> Non
     reading = parameter.manifold
     rule = so.on_manifold(Probe([parameter], 0.1))
 
-    def closure() -> Tensor:
-        rule.zero_grad()
-        loss = ((parameter - target) ** 3).sum()
-        loss.backward()
-        return loss
+    closure = closure_of(rule, lambda: ((parameter - target) ** 3).sum())
 
     rule.step(closure)
     (direction, _, grad), (_, above, _), (_, below, _) = steps
@@ -310,14 +300,9 @@ def test_the_gradient_behind_a_retraction_is_that_of_finite_differences() -> Non
 def test_one_call_of_a_closure_is_a_step_with_that_gradient() -> None:
     nets = model(), model()
     rules = [so.on_manifold(O.Adam(net.parameters(), 0.02)) for net in nets]
-    train(nets[0], rules[0], 4)
+    fit(nets[0], rules[0], 4)
     for number in range(4):
-
-        def closure() -> Tensor:
-            rules[1].zero_grad()
-            loss = loss_of(nets[1])
-            loss.backward()
-            return loss
+        closure = closure_of(rules[1], lambda: loss_of(nets[1]))
 
         loss = rules[1].step(closure) if number % 2 else rules[1].step(closure=closure)
         assert loss is not None
@@ -334,7 +319,7 @@ def test_schedules_checkpoints_and_groups_that_come_later() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(rule, 10)
     rule.add_param_group({"params": list(so.constrain(net[2]).parameters()), "lr": 0.01})
     for _ in range(3):
-        train(net, rule, 1)
+        fit(net, rule, 1)
         schedule.step()
     assert so.orthonormality_error(net) < 2e-6
     saved = io.BytesIO()
@@ -348,7 +333,7 @@ def test_schedules_checkpoints_and_groups_that_come_later() -> None:
     again = torch.optim.lr_scheduler.CosineAnnealingLR(resumed, 10)
     for thing, state in zip((other, resumed, again), states, strict=True):
         thing.load_state_dict(state)
-    assert train(other, resumed, 3) == train(net, rule, 3)
+    assert fit(other, resumed, 3) == fit(net, rule, 3)
 
 
 def test_groups_of_param_groups_bring_their_reading() -> None:
@@ -356,7 +341,7 @@ def test_groups_of_param_groups_bring_their_reading() -> None:
     del net[0].weight.manifold
     net[0].weight.__class__ = nn.Parameter
     rule = so.on_manifold(O.Adam(so.param_groups(net, names=True), 0.02))
-    train(net, rule)
+    fit(net, rule)
     assert so.orthonormality_error(net) < 2e-6
     free = torch.eye(4).requires_grad_()
     whole = so.on_manifold(O.Adam([{"params": [free], "stiefel": True}], 0.1))
@@ -455,11 +440,11 @@ def test_a_step_that_calls_that_of_its_base_is_one_step() -> None:
     nets = model(), model()
     kinds = O.SGD, Twice
     rules = [so.on_manifold(kinds[i](nets[i].parameters(), 0.1)) for i in range(2)]
-    train(nets[0], rules[0], 3)
-    train(nets[1], rules[1], 1)
+    fit(nets[0], rules[0], 3)
+    fit(nets[1], rules[1], 1)
     with pytest.raises(RuntimeError, match="interrupted"):
         rules[1].step(lambda: 0.0)
-    train(nets[1], rules[1], 2)
+    fit(nets[1], rules[1], 2)
     for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert so.orthonormality_error(nets[1]) < 2e-6
@@ -468,10 +453,10 @@ def test_a_step_that_calls_that_of_its_base_is_one_step() -> None:
 def test_the_warning_of_foreign_optimizers_names_it_and_is_silent_behind_it() -> None:
     net = model()
     with pytest.warns(UserWarning, match=r"so\.on_manifold\(optimizer\)"):
-        train(net, O.SGD(net.parameters(), 0.1))
+        fit(net, O.SGD(net.parameters(), 0.1))
     rule = so.on_manifold(so.on_manifold(O.SGD(net.parameters(), 0.1)))
     assert len(rule._optimizer_step_pre_hooks) == 1
-    train(net, rule)
+    fit(net, rule)
     for copied in (copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
         for group in copied.param_groups:
             for parameter in group["params"]:
@@ -598,23 +583,22 @@ def test_a_weight_that_is_frozen_and_still_moves_stays_on_the_manifold(name: str
     assert so.orthonormality_error(model) < 1e-14
 
 
-def test_a_frozen_weight_is_not_projected_for_a_closure() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+@pytest.mark.parametrize("make", [RULES["SGD"], lambda p: O.LBFGS(p, 0.1, max_iter=2)])
+def test_a_frozen_weight_that_no_step_moves_keeps_its_bits(make: Any) -> None:
+    """Also off the manifold, and where a closure is called several times."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
     so.constrain(model, "*.weight")
     with torch.no_grad():
-        model[0].weight.mul_(1.5)
-    model[0].weight.requires_grad_(False)
-    before = model[0].weight.clone()
-    optimizer = so.on_manifold(O.SGD(model.parameters(), 0.1))
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert torch.equal(model[0].weight, before)
+        model[1].weight.mul_(1.3)
+    model[1].weight.requires_grad_(False)
+    before = model[1].weight.clone()
+    optimizer = so.on_manifold(make(model.parameters()))
+    x, wanted = torch.randn(8, 4), torch.randn(8, 4)
+    closure = closure_of(optimizer, lambda: (model(x) - wanted).square().mean())
+    for _ in range(3):
+        optimizer.step(closure)
+        assert torch.equal(model[1].weight, before)
+    assert so.orthonormality_error(model[0]) < 1e-5
 
 
 @pytest.mark.parametrize("factor", [0.02, 20.0])
@@ -624,11 +608,7 @@ def test_a_weight_that_thaws_is_projected_by_the_next_step(factor: float) -> Non
     model[0].weight.requires_grad_(False)
     optimizer = so.on_manifold(O.SGD(model.parameters(), 0.1, momentum=0.9))
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).square().sum()
-        loss.backward()
-        return loss
+    closure = closure_of(optimizer, lambda: model(torch.ones(1, 4)).square().sum())
 
     with torch.no_grad():
         model[0].weight.mul_(factor)
@@ -691,26 +671,3 @@ def test_a_hook_may_do_what_others_may_between_steps(way: str) -> None:
         assert math.isclose(length, wanted, rel_tol=1e-6)
     if way == "replaces .data":
         assert torch.equal(layer.weight, plain.weight)
-
-
-def test_lbfgs_leaves_a_frozen_weight_alone_that_it_does_not_move() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 12, bias=False), nn.Linear(12, 5, bias=False))
-    so.constrain(net, "*.weight")
-    with torch.no_grad():
-        net[1].weight.mul_(1.3)
-    net[1].weight.requires_grad_(False)
-    before = net[1].weight.clone()
-    optimizer = so.on_manifold(torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2))
-    inputs, wanted = torch.randn(8, 5), torch.randn(8, 5)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (net(inputs) - wanted).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-        assert torch.equal(net[1].weight, before)
-    assert so.orthonormality_error(net[0]) < 1e-5

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from training import train
 
 import stiefel_opt as so
 from stiefel_opt import orthonormality_penalty
@@ -60,10 +61,7 @@ def test_its_gradient_is_4_lambda_x_times_the_error_and_spares_plain_rows():
 def test_an_optimizer_of_torch_brings_it_to_zero():
     net = model()
     opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    for _ in range(120):
-        opt.zero_grad()
-        orthonormality_penalty(net, 1.0).backward()
-        opt.step()
+    train(opt, lambda: orthonormality_penalty(net, 1.0), 120)
     assert so.orthonormality_error(net) < 1e-6
 
 

@@ -119,9 +119,11 @@ def test_progress_shows_a_bar(capsys: Any) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no list": ({"clouds": np.ones((3, 2))}, "`clouds` must be a list of arrays, got ndarray"),
-    "none": ({"clouds": []}, "`clouds` must be a list of arrays, got list"),
-    "kind": ({"clouds": [[1.0]]}, r"`clouds\[0\]` must be a numpy array or a tensor, got list"),
+    "no list": ({"clouds": np.ones((3, 2))}, "`clouds` must be a list of .* array, got ndarray"),
+    "none": ({"clouds": []}, "`clouds` must be a list of at least one array, got none"),
+    "kind": ({"clouds": ["x"]}, r"`clouds\[0\]` must be an array, a list or a tensor, got str"),
+    "X_init": ({"X_init": None}, "`X_init` must be left out, got a keyword of POT; pass init"),
+    "typo": ({"point": 3}, r"prw_barycenter\(\) got an unexpected keyword argument 'point'"),
     "columns": (
         {"clouds": [np.ones((3, 2)), np.ones((3, 4))]},
         r"`clouds\[1\]` must have 2 columns like `clouds\[0\]`, got shape \(3, 4\)",

@@ -108,12 +108,31 @@ def test_more_starting_points_are_never_worse() -> None:
     assert five.evaluations > one.evaluations
 
 
-def test_a_small_reg_is_no_trouble() -> None:
+def test_a_small_reg_is_no_trouble_or_says_so() -> None:
     x, y = three_classes()
-    found = solve(x, y, reg=1e-3, seed=0, max_evaluations=30)
-    assert np.isfinite(found.ratio)
+    found = solve(x, y, reg=0.05, seed=0, max_evaluations=30, tol=0.0)
     assert 0 < found.ratio < 1
+    with pytest.warns(UserWarning, match="leaves classes where they are"):
+        found = solve(x, y, reg=1e-3, seed=0, max_evaluations=30, tol=0.0)
+    assert 0 <= found.ratio < 1
     assert np.isfinite(found.projection).all()
+
+
+def test_what_has_not_converged_says_so() -> None:
+    x, y = three_classes()
+    text = "has not converged: ratio .* after 2 evaluations, max_evaluations is reached; reg=5 is"
+    with pytest.warns(UserWarning, match=text) as caught:
+        found = solve(x, y, reg=5.0, seed=0, max_evaluations=2)
+    assert not found.converged
+    assert caught[0].filename == __file__
+
+
+def test_features_in_large_units_are_told_to_be_standardised() -> None:
+    x, y = three_classes()
+    text = r"leaves classes where they are: .* of the mean squared distance .* standardise X, raise"
+    with pytest.warns(UserWarning, match=text):
+        assert solve(x * 1e3, y, seed=0).ratio < 1e-6
+    assert solve(x * 1e-3, y, seed=0).ratio > 0.1  # the other way round: nothing to say
 
 
 def test_a_result_is_printed_in_one_line() -> None:
@@ -123,14 +142,21 @@ def test_a_result_is_printed_in_one_line() -> None:
 
 
 def test_progress_shows_a_bar(capsys: Any) -> None:
-    solve(*three_classes(), reg=5.0, seed=0, max_evaluations=3, progress=True)
+    solve(*three_classes(), reg=5.0, seed=0, max_evaluations=3, tol=0.0, progress=True)
     assert "evaluation" in capsys.readouterr().err
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "labels": ({"y": ["a"] * 35}, "`y` must have one label for each of the 36 points of `X`"),
     "one class": ({"y": ["a"] * 36}, "`y` must hold two classes or more, got 1 class"),
-    "points": ({"X": [[1.0]]}, "`X` must be a numpy array or a tensor, got list"),
+    "points": ({"X": "points"}, "`X` must be an array, a list or a tensor, got str"),
+    "equal points": ({"X": np.ones((36, 6))}, "`X` must hold points that differ, got equal ones"),
+    "NaN": ({"y": np.r_[np.nan, np.ones(35)]}, "`y` must hold no missing labels, got NaN or None"),
+    "None": ({"y": [None] + ["a"] * 35}, "`y` must hold no missing labels, got NaN or None"),
+    "p": ({"p": 2}, "`p` must be left out, got a keyword of POT; pass k"),
+    "P0": ({"P0": None}, "`P0` must be left out, got a keyword of POT; pass init"),
+    "maxiter": ({"maxiter": 9}, "`maxiter` must be left out, .*; pass max_evaluations"),
+    "typo": ({"regg": 1.0}, r"wasserstein_discriminant\(\) got an unexpected keyword argument"),
     "k": ({"k": 7}, r"`k` must be in \[1, 6\], got 7"),
     "reg": ({"reg": 0}, r"`reg` must be in \(0, inf\), got 0"),
     "sinkhorn": ({"sinkhorn_iterations": 0}, "`sinkhorn_iterations` must be at least 1, got 0"),

@@ -237,6 +237,17 @@ BAD = {
     "neither": (lambda: prw().fit(X), "requires y to be passed, but the target y is None"),
     "features": (lambda: prw().fit(X, Y=Y[:, :2]), "X has 2 features, but .* expecting 3"),
     "k": (lambda: prw(4).fit(X, Y=Y), "`n_components` must be at most n_features = 3, got 4"),
+    "NaN": (lambda: prw().fit(X, Y=np.full((6, 3), np.nan)), "Input Y contains NaN"),
+    "cloud for labels": (lambda: prw().fit(X, Y), r"`y` must be labels \(n,\), got shape \(6, 3\)"),
+    "one label": (
+        lambda: prw().fit(*labelled(X, Y)).score(X, ["a"] * 6),
+        "`y` must hold two labels, got 1 class; .*; in cross-validation StratifiedKFold",
+    ),
+    "no list": (lambda: prw().path(X, Y=Y, k=3), r"`k` must be dimensions that rise, got 3; pass"),
+    "axes": (
+        lambda: prw().fit(X, Y=Y).plot(X, Y=Y, ax=3),
+        "`ax` must be axes of matplotlib, got int",
+    ),
     "other labels": (
         lambda: prw().fit(*labelled(X, Y)).score(X, [0, 1] * 3),
         "`y` must hold the labels a and b, got 0 and 1",

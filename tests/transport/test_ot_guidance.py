@@ -1,5 +1,6 @@
 """What a first call of the transport distance needs: a regularization, and what went wrong."""
 
+import re
 import time
 import warnings
 from typing import Any
@@ -50,6 +51,16 @@ def test_what_has_not_converged_is_told_with_a_remedy() -> None:
         warnings.simplefilter("error")
         projection_robust_wasserstein(x, y, max_iter=2, tol=0.0)  # steps are counted
         projection_robust_wasserstein(x, y, max_iter=0)
+
+
+def test_the_budget_of_products_holds_at_a_small_regularization() -> None:
+    with pytest.warns(
+        UserWarning, match=r"after \d+ products with the kernel; raise max_"
+    ) as caught:
+        projection_robust_wasserstein(*clouds(), reg=1e-4, max_products=50)
+    taken = re.search(r"after (\d+) products", str(caught[0].message))
+    assert taken is not None
+    assert int(taken[1]) <= 50 + 125
 
 
 @pytest.mark.parametrize("reg", [1e-300, 1e-20, 1e-14])

@@ -38,7 +38,7 @@ def certified_radius(
     Raises:
         ValueError: for fewer than two classes, a bound that is not positive and finite, logits or a
             head that are not finite or do not fit.
-        TypeError: for logits without a fraction, and another head.
+        TypeError: for logits that are not of float32 or float64, and another head.
     Note: The radius is that of the input of the model. If pixels are normalised outside it, divide
         by nothing: multiply the radius by the least deviation to have it in pixels. It proves what
         exact arithmetic would return; rounding moves logits by some units in their last digit.
@@ -46,6 +46,9 @@ def certified_radius(
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         given = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(fail("logits", "be a tensor of floating-point numbers", given))
+    if logits.dtype not in (torch.float32, torch.float64):
+        remedy = "evaluate the model in float32, without autocast: small margins are rounding"
+        raise TypeError(fail("logits", "be of float32 or float64", logits.dtype, remedy))
     if logits.ndim != 2 or logits.size(1) < 2:
         wanted = "have shape (batch, classes) of at least two classes"
         raise ValueError(fail("logits", wanted, logits))
@@ -63,7 +66,7 @@ def certified_radius(
     radii = margins / (distances * bound)  # of equal rows inf, as nothing changes their order
     radii = torch.where(margins == 0, 0.0, radii).scatter(1, answer, math.inf)
     least = radii.amin(1)
-    rounded = least.to(torch.promote_types(logits.dtype, torch.float32))
+    rounded = least.to(logits.dtype)
     return torch.where(rounded > least, rounded.nextafter(torch.zeros_like(rounded)), rounded)
 
 
@@ -103,9 +106,10 @@ def certified_accuracy(
 
     Returns: Shares from 0 to 1 by radius.
     Raises:
-        ValueError: for no radius or one below 0, a loader without batches, labels of another shape
-            than ``(batch,)``, and as :func:`certified_radius` and :func:`lipschitz_bound`.
-        TypeError: for radii that are no list, batches that are no pairs of tensors, and as above.
+        ValueError: for no radius or one below 0, a loader without batches, labels that are no
+            numbers of classes, and as :func:`certified_radius` and :func:`lipschitz_bound`.
+        TypeError: for radii that are no list, batches that are no pairs of tensors, labels that are
+            no integers, and as above.
     """
     check_module("model", model)
     if not isinstance(radii, Sequence):
@@ -132,13 +136,23 @@ def certified_accuracy(
                 known[shape] = _certificate(model, shape)
             logits = model(inputs)
             proven = known[shape].radius(logits)
+            _check_labels(labels, logits)
             is_right = logits.argmax(1) == labels
-            for radius in radii:
+            for radius in right:
                 right[radius] += int((is_right & (proven > radius)).sum())
             count += len(labels)
     if not count:
         raise ValueError(fail("loader", "have batches", "none", "a generator runs only once"))
     return {radius: number / count for radius, number in right.items()}
+
+
+def _check_labels(labels: Tensor, logits: Tensor) -> None:
+    wanted = f"yield labels from 0 to {logits.size(1) - 1}"
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise TypeError(fail("loader", wanted, labels.dtype))
+    outside = labels[(labels < 0) | (labels >= logits.size(1))]
+    if len(outside):
+        raise ValueError(fail("loader", wanted, int(outside[0])))
 
 
 class _Certificate(NamedTuple):

@@ -11,9 +11,10 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from numbers import Real
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -246,11 +247,13 @@ def _product(step: Step, first: Any, second: Any, **more: None) -> Traced:
         given = "two tensors that depend on the input" if both else "a divisor that does"
         raise step.refused("be a product with a constant", given)
     x, factor = (first, second) if isinstance(first, Traced) else (second, first)
+    if not isinstance(factor, (Real, Tensor, Opaque)):
+        raise step.refused("be a product with a number or a tensor", type(factor).__name__)
     stretch = _stretch(step, x, factor)
     sizes = (
         exact(factor).abs()
         if isinstance(factor, Tensor)
-        else torch.tensor(abs(factor), dtype=torch.float64)
+        else torch.tensor(abs(cast(float, factor)), dtype=torch.float64)
     )
     gain = 1.0 / float(sizes.min()) if divides and float(sizes.min()) else float(sizes.max())
     return _times(x, (math.inf if divides and not float(sizes.min()) else gain) * stretch)
@@ -271,10 +274,11 @@ def _extreme_of(step: Step, first: Any, second: Any) -> Traced:
 
 
 @_handles("cat", "concat", "concatenate", "stack", "hstack", "vstack")
-def _concatenation(step: Step, parts: Sequence[Any], dim: int = 0) -> Traced:
+def _concatenation(step: Step, tensors: Any, dim: int = 0) -> Traced:
+    parts = tensors if isinstance(tensors, (tuple, list)) else ()
     traced = [part for part in parts if isinstance(part, Traced)]
     if not traced or any(part.has_pieces for part in traced):
-        raise step.refused("be of tensors", "something else")
+        raise step.refused("be of a list of tensors", type(tensors).__name__)
     return Traced(math.hypot(*(part.bound for part in traced)), Shape(object()))
 
 

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -229,6 +230,9 @@ def module_bound(module: nn.Module, name: str, size: Size) -> float:
 
 def checked(bound: Any, name: str) -> float:
     """Return a finite bound as a float."""
+    if not isinstance(bound, (Real, Tensor)) or (isinstance(bound, Tensor) and bound.numel() != 1):
+        given = tuple(bound.shape) if isinstance(bound, Tensor) else type(bound).__name__
+        raise TypeError(fail(name, "have a rule that returns one number", given))
     number = float(bound)
     if not 0.0 <= number < math.inf:
         wanted = "have a finite Lipschitz constant"

@@ -59,8 +59,8 @@ def lipschitz_rule(kind: type[nn.Module]) -> Callable[[FunctionT], FunctionT]:
             return abs(float(module.factor))
 
     The constant is that in the 2-norm over all entries, for all inputs, of the weights as they are
-    now. The rule also counts for subclasses that override nothing of the type; it replaces an
-    earlier one. A class of your own may have a method ``lipschitz_bound(self)`` instead.
+    now. It replaces an earlier one. A class of your own may have a method ``lipschitz_bound(self)``
+    instead. Either also counts for subclasses that override nothing else of the type.
 
     Args:
         kind: A subclass of ``torch.nn.Module``.
@@ -86,15 +86,18 @@ def rule_for(module: nn.Module) -> Rule | None:
     kind = parametrize.type_before_parametrizations(module)
     if kind in RULES:
         return RULES[kind]
-    own = getattr(module, "lipschitz_bound", None)
-    if callable(own):
-        return Rule(lambda _: own())
     if named := FOREIGN.get(type_name(module)):
         return Rule(named)
     for place, base in enumerate(kind.__mro__):
-        if base in RULES:
-            return None if _overrides(module, kind.__mro__[:place], base) else RULES[base]
+        if base in RULES or callable(vars(base).get("lipschitz_bound")):
+            if _overrides(module, kind.__mro__[:place], base):
+                return None
+            return RULES.get(base) or Rule(_by_method)
     return None
+
+
+def _by_method(module: Any) -> Any:
+    return module.lipschitz_bound()
 
 
 _HARMLESS: Final = {
@@ -109,6 +112,8 @@ def _overrides(module: nn.Module, above: Sequence[type], base: type) -> bool:
     """Say whether a subclass changes anything by which ``base`` computes."""
     kept = {*vars(module), *module._parameters, *module._buffers, *module._modules}
     names = {name for kind in above for name in vars(kind)} - _HARMLESS
+    if getattr(base, "forward", None) is nn.Module.forward:
+        names.discard("forward")  # the method is about that of subclasses
     return any(hasattr(base, name) or name in kept for name in names)
 
 
