@@ -191,7 +191,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     def correction_for(self, group: Group) -> Correction:
         """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
-        normal = tuple(kind.name for kind in self.state_for(group) if kind.symmetry == "normal")
+        normal = tuple(state.name for state in self.state_for(group) if state.symmetry == "normal")
         return partial(corrected, normal=normal)
 
     def velocity_in(

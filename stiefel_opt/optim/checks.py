@@ -314,8 +314,8 @@ def naming_options(init: Callable[..., None]) -> Callable[..., None]:
     def named(self: Any, *given: Any, **options: Any) -> None:
         unknown = {name: value for name, value in options.items() if name not in kinds}
         if unknown and not is_open:
-            known = [name for name in kinds if name not in ("self", "params")]
-            check_option_names(unknown, known, type(self).__name__)
+            allowed = [name for name in kinds if name not in ("self", "params")]
+            check_option_names(unknown, allowed, type(self).__name__)
         init(self, *given, **options)
 
     return named
@@ -421,7 +421,7 @@ def check_sharing(
 ) -> None:
     """Raise for rows on several processes, with rules that do not say they work so."""
     rule, given = optimizer.rule, f"placements {shards.stored}"
-    across = [kind.name for kind in declared if kind.shape == "nn"]
+    across = [state.name for state in declared if state.shape == "nn"]
     if shards.row_sum is not None and across:
         wanted = f"not have its rows on several processes for {rule}, whose state {across} is n x n"
         remedy = "shard its batch or head dimension, or replicate it"

@@ -235,7 +235,7 @@ class DeviceGroup:
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
         self._is_forgotten = False
-        self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
+        self.views = StateViews(weights, {state.name for state in declared}, self.forget)
         # the step under way: gradients, places of skipped weights, a mask of those that move
         self._grads: list[Tensor | None] = []
         self._skipped: set[int] = set()
