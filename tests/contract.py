@@ -125,7 +125,8 @@ def backward(net: nn.Module, step: int, factor: float = 1.0) -> Tensor:
     for parameter in net.parameters():
         parameter.grad = None
     found = net(x)
-    loss = factor * (found - x[:, : found.size(-1)]).square().mean()
+    error = found - x[:, : found.size(-1)]
+    loss = factor * (error.abs() if error.is_complex() else error).square().mean()
     loss.backward()
     return loss.detach()
 
@@ -134,6 +135,14 @@ def train(net: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> 
     for step in range(first, last):
         backward(net, step)
         opt.step()
+
+
+def trained(name: str = "sgd", steps: int = 3, **options: Any) -> tuple[Model, Any]:
+    """A model and its optimizer after a few steps."""
+    net = model()
+    opt = optimizer(name, net.named_parameters(), **options)
+    train(net, opt, 0, steps)
+    return net, opt
 
 
 def step_and_tell(opt: torch.optim.Optimizer) -> None:

@@ -43,7 +43,6 @@ class Rule:
     momentum: float = 0.9  # by default
     state: str = "momentum_skew"  # that every block has
     searches: bool = False  # for its direction, in every step: many calls, equal to a tolerance
-    optimum_lr: float = 0.1  # at which it settles at an optimum
     sums: int | None = None  # over shared rows in a step without corrections, at most; None: any
     mild_lr: float = 0.1  # that does not amplify rounding
     angle: dict[str, Any] = field(default_factory=dict)  # any of them makes lr an angle

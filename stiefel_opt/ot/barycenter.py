@@ -33,15 +33,15 @@ from stiefel_opt.ot.projection import projection_robust_wasserstein
 
 _ROUGH: Final = {"max_iter": 20, "tol": 1e-2}  # of the projections on the way
 _OF_POT: Final = {
-    "measures_locations": "clouds",
-    "measures_weights": "nothing: points weigh equally",
-    "X_init": "init",
-    "b": "nothing: points weigh equally",
-    "numItermax": "max_iter",
-    "stopThr": "tol, which is relative to the spread",
-    "verbose": "progress=True",
-    "log": "nothing: the result has values",
-    "numThreads": "nothing",
+    "measures_locations": "pass clouds",
+    "measures_weights": "points weigh equally",
+    "X_init": "pass init",
+    "b": "points weigh equally",
+    "numItermax": "pass max_iter",
+    "stopThr": "pass tol, which is relative to the spread",
+    "verbose": "pass progress=True",
+    "log": "the result has values",
+    "numThreads": "set torch.set_num_threads",
 }
 
 

@@ -102,7 +102,7 @@ def refuse_keywords(
     for name in given:
         if name not in remedies:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        raise TypeError(fail(name, "be left out", "a keyword of POT", f"pass {remedies[name]}"))
+        raise TypeError(fail(name, "be left out", "a keyword of POT", remedies[name]))
 
 
 def read_cloud(name: str, values: Any) -> Tensor:

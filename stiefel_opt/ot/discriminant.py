@@ -23,16 +23,18 @@ from stiefel_opt.ot.clouds import (
     written_like,
 )
 
-_NOTHING: Final = 1e-300  # added to sums that may underflow: such a point moves no mass
+_NOTHING: Final = 1e-300  # added to the sums of points that pad a class, which are zero
+_SMALLEST_SUM: Final = 1e-50  # of a row of the kernel: below it gradients may overflow
+_ABSENT: Final = -1e30  # logarithm of the weight of a point that pads a class
 _NO_RATIO: Final = 1e-6  # below it the points of a class stay where they are
 _OF_POT: Final = {
-    "p": "k",
-    "solver": "nothing: the solver is L-BFGS",
-    "sinkhorn_method": "nothing: small values of reg are safe",
-    "maxiter": "max_evaluations",
-    "verbose": "progress=True",
-    "P0": "init",
-    "normalize": "nothing: standardise X",
+    "p": "pass k",
+    "solver": "it is L-BFGS",
+    "sinkhorn_method": "logarithms are taken where reg asks for them",
+    "maxiter": "pass max_evaluations",
+    "verbose": "pass progress=True",
+    "P0": "pass init",
+    "normalize": "standardise X",
 }
 
 
@@ -192,15 +194,29 @@ class _Classes:
         """Plans after Sinkhorn iterations from ones: columns are balanced first, then rows.
 
         The first columns are balanced with their least cost taken off, so that no sum underflows.
+        Where a sum of the first rows nearly does, as for a small `reg`, logarithms are balanced.
         """
         a, b = self.weights[self.first], self.weights[self.second]
         absent = (a == 0)[:, :, None]
         least = cost.detach().masked_fill(absent, torch.inf).amin(1, keepdim=True)
         kernel = ((least - cost) / self.reg).exp().masked_fill(absent, 0.0)
         kernel = kernel * (b / kernel.sum(1))[:, None]
-        u, v = a / (kernel.sum(2) + _NOTHING), None
+        sums = kernel.sum(2).masked_fill(a == 0, 1.0)
+        if not float(sums.detach().amin()) > _SMALLEST_SUM:
+            return self._plans_of_logarithms((-cost / self.reg).masked_fill(absent, _ABSENT))
+        u, v = a / sums, None
         for _ in range(self.iterations - 1):
             v = b / ((kernel.mT @ u[:, :, None])[:, :, 0] + _NOTHING)
             u = a / ((kernel @ v[:, :, None])[:, :, 0] + _NOTHING)
         plan = u[:, :, None] * kernel
         return plan if v is None else plan * v[:, None]
+
+    def _plans_of_logarithms(self, exponent: Tensor) -> Tensor:
+        """The same plans by sums of exponentials without overflow, several times slower."""
+        logs = self.weights.log().clamp_min(_ABSENT)
+        f = torch.zeros_like(exponent[:, :, 0])
+        g = torch.zeros_like(exponent[:, 0])
+        for _ in range(self.iterations):
+            g = logs[self.second] - (exponent + f[:, :, None]).logsumexp(1)
+            f = logs[self.first] - (exponent + g[:, None]).logsumexp(2)
+        return (exponent + f[:, :, None] + g[:, None]).exp()

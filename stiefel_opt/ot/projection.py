@@ -39,14 +39,14 @@ _SMALLEST_REG: Final = 1e-13
 _STEP_PRODUCTS: Final = 500
 _LEAST_STEPS: Final = 10
 _OF_POT: Final = {
-    "tau": "optimizer=lambda params: so.ot.RGAS(params, lr=tau / reg), sinkhorn_iterations=1, "
+    "tau": "pass optimizer=lambda params: so.ot.RGAS(params, lr=tau / reg), sinkhorn_iterations=1, "
     "tol=0, for steps of POT's, or neither, for steps whose length is chosen",
-    "U0": "init",
-    "maxiter": "max_iter",
-    "stopThr": "tol, which is relative to the gradient",
-    "random_state": "seed",
-    "verbose": "progress=True",
-    "log": "nothing: the result has a log",
+    "U0": "pass init",
+    "maxiter": "pass max_iter",
+    "stopThr": "pass tol, which is relative to the gradient",
+    "random_state": "pass seed",
+    "verbose": "pass progress=True",
+    "log": "the result has a log",
 }
 
 

@@ -45,9 +45,9 @@ def verified(model: nn.Module, ids: object, done: str) -> Iterator[None]:
     if ids is None:
         yield
         return
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
         given = ids if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(fail("verify", "be token ids (batch, tokens)", given))
+        raise TypeError(fail("verify", "be token ids (batch, tokens), not empty", given))
     before, restore = _logits(model, ids), _snapshot(model)
     try:
         yield

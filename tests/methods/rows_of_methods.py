@@ -72,7 +72,6 @@ TABLE = {
         reference=CayleyAdamReference,
         own={"steps": 7, "exact": True},
         sums=4,
-        optimum_lr=0.5,
     ),
     "muon": Rule(  # its direction: methods/test_functional_muon.py
         so.StiefelMuon,
@@ -84,7 +83,6 @@ TABLE = {
         state="momentum_ambient",
         searches=True,
         sums=2,  # the second for rounding in float64
-        optimum_lr=0.15,
     ),
 }
 # They blow up where |g| lr passes about 0.02, and so stand beside the table of the generic tests.

@@ -21,7 +21,6 @@ from stiefel_opt.methods.descent import RETRACTIONS
 from stiefel_opt.methods.retractions import cholesky_factor
 
 SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
-LARGE = (200, 20)
 TOLERANCE = 1e-12
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)

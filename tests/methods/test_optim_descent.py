@@ -77,28 +77,6 @@ def test_the_leading_eigenspace_is_reached_within_150_iterations(method, shape, 
     assert so.orthonormality_error(param) < 1e-13
 
 
-@pytest.mark.parametrize(
-    ("method", "shape"), in_turn(METHODS, [(5, 5), (10, 4), (2, 6, 6), (4, 10)])
-)
-def test_procrustes_is_solved_within_200_iterations(method, shape, generator):
-    """min |A X - B|: for orthogonal A the solution is the polar factor of A'B."""
-    param = parameter(shape, generator)
-    *lead, n, _ = tall(param).shape
-    left = torch.linalg.qr(torch.randn(*lead, n, n, generator=generator, dtype=DTYPE)).Q
-    with torch.no_grad():  # in the component of the solution, where there are two
-        u, _, v = torch.linalg.svd(param, full_matrices=False)
-        param.copy_(u @ v)
-        truth = tall(param) + 0.3 * torch.randn(tall(param).shape, generator=generator, dtype=DTYPE)
-    target = left @ truth
-    u, _, v = torch.linalg.svd(left.mT @ target, full_matrices=False)
-    opt = optimizer(method, [param], 0.4)
-    for _ in range(200):
-        grad = left.mT @ (left @ tall(param.detach()) - target)
-        param.grad = grad if param.size(-2) >= param.size(-1) else grad.mT
-        opt.step()
-    assert (tall(param.detach()) - u @ v).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_cayley_adam_reaches_the_eigenspace_within_300_iterations(exact, generator):
     param = parameter((12, 3), generator)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import train
 
 import stiefel_opt as so
 from stiefel_opt.nn import IsometricConv2d
@@ -89,18 +88,6 @@ def test_around_the_edge_it_is_the_plain_circular_convolution(size, kernel_size)
     tangent = torch.func.jvp(layer, (images,), (images,))[1]
     torch.testing.assert_close(tangent, layer(images) - layer(torch.zeros_like(images)))
     torch.testing.assert_close(torch.func.vmap(layer)(images[None])[0], layer(images))
-
-
-def test_it_stays_so_while_it_learns(generator):
-    """A blur of images by a neighbour: the kernel moves, and its singular values do not."""
-    layer = IsometricConv2d(4, 4, generator=generator)
-    optimizer = so.StiefelAdam(layer.parameters(), lr=0.03)
-    images = torch.randn(16, 4, 6, 6, generator=generator)
-    wanted, losses = images.roll((1, -1), (2, 3)), []
-    losses += train(optimizer, lambda: (layer(images) - wanted).square().mean(), 150)
-    assert losses[-1] < 0.5 * losses[0]
-    found = values(layer, 4)
-    torch.testing.assert_close(found, torch.ones_like(found), rtol=0, atol=1e-5)
 
 
 def test_gradients_are_those_of_the_composition():

@@ -488,7 +488,7 @@ def test_complex_transitions_after_a_conversion_of_the_real_parameters(transitio
 
 
 @pytest.mark.parametrize("transition", ["urnn", "eurnn", "cwy", "matrix_exp"])
-def test_complex_transitions_keep_the_norm_and_train(transition, generator):
+def test_complex_transitions_keep_the_norm(transition, generator):
     module = OrthogonalRNN(
         1, 8, nonlinearity="modrelu", bias=False, dtype=torch.complex64, transition=transition
     )
@@ -500,17 +500,6 @@ def test_complex_transitions_keep_the_norm_and_train(transition, generator):
     expected = torch.linalg.vector_norm(first, dim=-1).expand_as(norms)
     torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
     assert last.is_complex()
-    module.threshold_l0.data.fill_(-0.01)
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        outputs, _ = module(torch.ones(5, BATCH, 1))
-        loss = (outputs[-1].abs() - 1.0).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 # ---- errors ------------------------------------------------------------------------------------

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from contract import (
     TABLE,
     assert_same_training,
     every_optimizer,
+    model,
     on_machines,
     optimizer,
     through_file,
+    train,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import (
     random_point,
 )
-
-
-def batch(array: Any) -> Any:
-    return array.reshape(-1, *array.shape[-2:])
-
 
 # ---- Hermitian eigenproblems ---------------------------------------------------------------------
 
@@ -64,40 +59,10 @@ def test_leading_eigenvectors_of_a_hermitian_matrix(name, lr, steps, wide, gener
 # ---- invariants ----------------------------------------------------------------------------------
 
 
-class ComplexModel(nn.Module):
-    """Heads, tall with a scale, square, plain rows beside constrained ones, and plain numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        options: Any = {"dtype": torch.complex64}
-        self.q = so.constrain(nn.Linear(8, 6, **options), heads=2)
-        self.up = so.constrain(nn.Linear(6, 10, **options), scale=2.0)
-        self.turn = so.constrain(nn.Linear(10, 10, bias=False, **options))
-        self.fused = so.constrain(nn.Linear(10, 14, **options), rows=((0, 4), (6, 12)))
-        self.out = nn.Linear(14, 2, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.fused(self.turn(self.up(self.q(x)))))
-
-
-def complex_model() -> ComplexModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return ComplexModel()
-
-
-def train(net: nn.Module, opt: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(5, 8, dtype=torch.complex64, generator=generator)
-        opt.zero_grad()
-        (net(x) - x[:, :2]).abs().square().mean().backward()
-        opt.step()
-
-
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @on_machines(cpu="sgd adam-amsgrad", compiled="sgd")
 def test_complex_training_stays_on_the_manifold_and_resumes_bit_for_bit(name):
-    net = complex_model()
+    net = so.retag(model().to(torch.complex64))
     opt = optimizer(name, net.parameters())
     train(net, opt, 0, 9)
     assert so.orthonormality_error(net) < 5e-6
@@ -108,7 +73,7 @@ def test_complex_training_stays_on_the_manifold_and_resumes_bit_for_bit(name):
     skew, _ = opt.velocity(net.turn.weight)
     assert torch.equal(skew, -skew.mH)
     for through_names in (False, True):
-        other = complex_model()
+        other = so.retag(model().to(torch.complex64))
         other.load_state_dict(net.state_dict())
         other_opt = optimizer(name, other.parameters())
         if through_names:
@@ -116,7 +81,7 @@ def test_complex_training_stays_on_the_manifold_and_resumes_bit_for_bit(name):
             dcp.set_optimizer_state_dict(other, other_opt, saved)
         else:
             other_opt.load_state_dict(through_file(opt.state_dict()))
-        twin, twin_opt = complex_model(), None
+        twin = so.retag(model().to(torch.complex64))
         twin.load_state_dict(net.state_dict())
         twin_opt = optimizer(name, twin.parameters())
         twin_opt.load_state_dict(through_file(opt.state_dict()))
@@ -167,16 +132,3 @@ def test_real_matrices_in_complex_numbers_move_as_real_ones(name, generator):
         for opt in opts:
             opt.step()
     torch.testing.assert_close(both.detach(), real.detach().to(both.dtype), rtol=0, atol=1e-12)
-
-
-# ---- geometry ------------------------------------------------------------------------------------
-
-
-def test_random_unitary_matrices_are_uniform(generator):
-    """Entries have mean square 1/n, and phases of all directions: not so with LAPACK's own R."""
-    points = random_point(20_000, 3, 3, dtype=torch.complex128, generator=generator)
-    assert (points.abs().square().mean(0) - 1 / 3).abs().max() < 0.01
-    assert points.mean(0).abs().max() < 0.02
-    trace = points.diagonal(dim1=-2, dim2=-1).sum(-1)
-    assert abs(trace.abs().square().mean() - 1) < 0.05
-    assert trace.square().mean().abs() < 0.05

@@ -244,21 +244,8 @@ def test_a_start_in_motion_follows_the_textbook_loop(
         run.step_references(step)
         optimizer.step()
         run.compare(optimizer)
-
-
-@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
-def test_velocity_may_be_read_and_set_back_at_any_step(
-    algorithm: str, rng: np.random.Generator
-) -> None:
-    case = OptimizerCase("", algorithm, {"metric": "euclidean"})
-    run = Run(case, READINGS["heads-wide"], rng)
-    optimizer: Any = case.optimizer([run.param])
-    for step in range(STEPS):
-        run.set_grad(step)
-        run.step_references(step)
-        optimizer.step()
-        optimizer.set_velocity(run.param, *optimizer.velocity(run.param))
-    run.compare(optimizer)
+        if step % 2:  # what is read may be set back
+            optimizer.set_velocity(run.param, *optimizer.velocity(run.param))
 
 
 def moments(tensor: torch.Tensor, reading: Reading, references: list[Any]) -> Array:

@@ -243,11 +243,11 @@ OF_TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("key", "option"), MISSPELLED.items())
-def test_a_misspelled_option_of_a_group_is_refused(name, key, option):
+@pytest.mark.parametrize(("key", "name"), in_turn(MISSPELLED, RULES))
+def test_a_misspelled_option_of_a_group_is_refused(name, key):
     net = nn.Sequential(so.constrain(nn.Linear(8, 8)))
-    message = rf"`{key}` must be an option of \w+, got 3; did you mean {option}\? The options are: "
+    meant = rf"did you mean {MISSPELLED[key]}\? The options are: "
+    message = rf"`{key}` must be an option of \w+, got 3; {meant}"
     with pytest.raises(TypeError, match=message):
         optimizer(name, so.param_groups(net, stiefel={key: 3}))
     opt = optimizer(name, net.parameters())

@@ -13,12 +13,12 @@ from contract import (
     OPTIMIZERS,
     TABLE,
     assert_same,
-    assert_same_training,
     constrained,
     large_eps,
     model,
     optimizer,
     train,
+    trained,
     tried_with,
 )
 from torch import Tensor, nn
@@ -231,18 +231,10 @@ def test_a_write_of_the_same_value_leaves_the_master_its_digits():
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def continued(net: nn.Module, opt: Any, other: nn.Module, other_opt: Any) -> None:
-    train(net, opt, 3, 12)
-    train(other, other_opt, 3, 12)
-    assert_same_training((net, opt), (other, other_opt))
-
-
 @tried_with("sgd", "adam-amsgrad")
 def test_checkpoints_cross_precisions(name):
     """A float32 training may go on in bfloat16 and back; momenta keep their digits."""
-    full = model()
-    full_opt = optimizer(name, full.parameters())
-    train(full, full_opt, 0, 3)
+    full, full_opt = trained(name)
     net, opt = pair(name)
     net.load_state_dict(full.state_dict())
     opt.load_state_dict(full_opt.state_dict())

@@ -30,6 +30,7 @@ from contract import (
     snapshot,
     through_file,
     train,
+    trained,
     tried_with,
     warnings_of,
 )
@@ -43,13 +44,6 @@ import stiefel_opt as so
 pytestmark = pytest.mark.filterwarnings("ignore:.* would not stay orthonormal")
 
 CUTS = 20  # ends of a truncated file
-
-
-def trained(name: str = "sgd", steps: int = 3, **options: Any) -> tuple[Any, Any]:
-    net = model()
-    opt = optimizer(name, net.named_parameters(), **options)
-    train(net, opt, 0, steps)
-    return net, opt
 
 
 def with_group(saved: Any, **values: Any) -> Any:
@@ -490,22 +484,13 @@ def test_torch_takes_our_checkpoints_of_plain_parameters():
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def drifted(value: torch.Tensor) -> torch.Tensor:
-    return value * 1.01
-
-
-def rounded(value: torch.Tensor) -> torch.Tensor:
-    return value.bfloat16()
-
-
-def broken(value: torch.Tensor) -> torch.Tensor:
-    return value * torch.nan
-
-
 LOADED = {
-    "drifted": (drifted, r"values that are off the manifold, \|X'X - I\| = 2e-02"),
-    "bfloat16": (rounded, r"values in torch.bfloat16 that are off the manifold"),
-    "NaN": (broken, r"off the manifold, \|X'X - I\| = nan"),
+    "drifted": (
+        lambda value: value * 1.01,
+        r"values that are off the manifold, \|X'X - I\| = 2e-02",
+    ),
+    "bfloat16": (torch.Tensor.bfloat16, r"values in torch.bfloat16 that are off the manifold"),
+    "NaN": (lambda value: value * torch.nan, r"off the manifold, \|X'X - I\| = nan"),
 }
 
 
@@ -563,9 +548,7 @@ def test_a_shape_that_does_not_fit_is_torch_s_error_alone():
 
 def test_hooks_of_a_state_dict_have_torchs_places() -> None:
     """A hook sees what is saved, and may wrap it; what a hook unwraps or renames is what counts."""
-    net = model()
-    opt = optimizer("sgd", net.parameters())
-    train(net, opt, 0, 3)
+    net, opt = trained("sgd")
     seen: list[Any] = []
     opt.register_state_dict_post_hook(lambda _, packed: seen.append(copy.deepcopy(packed)))
     opt.register_state_dict_post_hook(lambda _, packed: {"wrapped": packed})

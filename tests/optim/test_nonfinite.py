@@ -17,11 +17,11 @@ from contract import (
     TABLE,
     assert_same,
     backward,
-    model,
     on_machines,
     optimizer,
     step_and_tell,
     train,
+    trained,
 )
 from optimizers import PROPORTIONAL
 from torch import nn
@@ -31,13 +31,6 @@ import stiefel_opt as so
 KINDS = ["q", "k", "up", "turn", "fused", "filter"]  # heads, tall, square, rows, convolution
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "overflow": 1e30}
 BAD = [(kind, "nan") for kind in KINDS] + [("k", value) for value in list(VALUES)[1:]]
-
-
-def trained(name: str, **options: Any) -> tuple[nn.Module, Any]:
-    net = model()
-    opt = optimizer(name, net.named_parameters(), **options)
-    train(net, opt, 0, 3)
-    return net, opt
 
 
 def spoil(net: nn.Module, kind: str, value: float) -> nn.Parameter:

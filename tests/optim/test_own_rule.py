@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from cases import mixed
 from contract import (
+    IS_ON_CPU,
     Model,
     assert_same,
     model,
@@ -437,6 +438,25 @@ def test_two_processes_that_share_rows_follow_one() -> None:
 # ---- whatever it is called
 
 
+def own(rule: Any, *states: Any) -> Any:
+    """A class with this rule and state, of constrained weights only."""
+
+    class Own(so.optim.StiefelOptimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr})
+
+        def state_for(self, group: Any) -> Any:  # noqa: ARG002
+            return states
+
+        def rule_for(self, group: Any) -> Any:  # noqa: ARG002
+            return rule
+
+        def update_plain(self, *_: Any) -> None:
+            raise AssertionError
+
+    return Own
+
+
 @pytest.mark.parametrize(
     "name",
     ["preconditioner", "shampoo_factor", "exp_avg_sq_right", "momentum_factor", "radius_growth"],
@@ -456,18 +476,9 @@ def test_state_may_have_any_name(name: str, shape: str) -> None:
         moved, length = retract(X, project_tangent(X, -G, sums=sums), lr=lr, sums=sums)
         return moved, {name: kept}, length
 
-    class Counting(so.optim.StiefelOptimizer):
-        def state_for(self, group: Any) -> Any:  # noqa: ARG002
-            return (so.optim.State(name, shape),)
-
-        def rule_for(self, group: Any) -> Any:  # noqa: ARG002
-            return rule
-
-        def update_plain(self, *_: Any) -> None:
-            raise AssertionError
-
+    Counting = own(rule, so.optim.State(name, shape))
     weights = [weight_of(kind) for kind in ("tall", "wide", "heads", "square")]
-    opt = Counting(weights, {"lr": 0.01})
+    opt = Counting(weights, lr=0.01)
     expected = {weight: torch.zeros_like(weight) if shape == "nm" else 0.0 for weight in weights}
     for step in range(9):
         for weight in weights:
@@ -497,20 +508,11 @@ def test_two_rules_may_declare_one_name_differently() -> None:
         moved, length = retract(X, project_tangent(X, -G, sums=sums), lr=lr, sums=sums)
         return moved, {"momentum_normal": state["momentum_normal"] + 1}, length
 
-    class Counting(so.optim.StiefelOptimizer):
-        def state_for(self, group: Any) -> Any:  # noqa: ARG002
-            return (so.optim.State("momentum_normal", "1"),)
-
-        def rule_for(self, group: Any) -> Any:  # noqa: ARG002
-            return rule
-
-        def update_plain(self, *_: Any) -> None:
-            raise AssertionError
-
+    Counting = own(rule, so.optim.State("momentum_normal", "1"))
     weights = [weight_of(kind) for kind in ("tall", "wide", "heads")]
     others = copy.deepcopy(weights)
     opt = so.StiefelSGD(weights, lr=0.01, nesterov=True)
-    other = Counting(others, {"lr": 0.01})
+    other = Counting(others, lr=0.01)
     for each in (opt, other):
         for weight in each.param_groups[0]["params"]:
             weight.grad = grad_of(weight, 0)
@@ -698,6 +700,25 @@ def test_a_first_step_without_a_retraction_warns() -> None:
     opt.step()  # no warning
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("make", [so.StiefelSGD, returning(lambda *move: move[2:])])
+def test_a_step_that_jumps_is_cut_where_the_host_waits_for_nothing(
+    make: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 0.24 or, if that is longer, to twice the length of the last one."""
+    monkeypatch.setattr(IS_ON_CPU, lambda _: waits)
+    weight = weight_of("tall")
+    opt = make([weight])
+    opt.param_groups[0].update(lr=1.0, momentum=0.0)
+    for size in (0.01, 0.01, 2.0):
+        before = weight.detach().clone()
+        tangent = so.project_tangent(before, grad_of(weight, 0))
+        weight.grad = size * tangent / torch.linalg.matrix_norm(tangent, 2)
+        opt.step()
+    angle = true_angle(before, weight.detach())
+    assert angle > 0.9 if waits else 0.1 < angle < 0.27
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -746,25 +767,13 @@ def test_the_families_have_torchs_options_where_a_rule_names_none(family: Any) -
 # ---- rules that go wrong -------------------------------------------------------------------------
 
 
-class Wrong(so.optim.SGDLike):
-    def __init__(self, params: Any, rule: Any) -> None:
-        self.given = rule
-        super().__init__(params, {"lr": 0.1})
-
-    def state_for(self, group: Any) -> Any:  # noqa: ARG002
-        return ()
-
-    def rule_for(self, group: Any) -> Any:  # noqa: ARG002
-        return self.given
-
-
 @pytest.mark.parametrize("first", [1, 2, 5, 9])
 def test_a_rule_that_leaves_the_manifold_in_any_step_is_told(first: int) -> None:
     def leaves(X: Tensor, G: Tensor, _: Any, *, lr: float, step: float, **__: Any) -> Any:
         return (X - lr * G if step >= first else X), {}, 0.1
 
     weight = weight_of("tall")
-    optimizer = Wrong([weight], leaves)
+    optimizer = own(leaves)([weight], lr=0.1)
     for step in range(1, first + 1):
         weight.grad = grad_of(weight, step)
         if step < first:
@@ -782,7 +791,7 @@ def test_a_rule_that_writes_to_what_it_is_given_is_refused(written: str) -> None
         return retract(X, project_tangent(X, -lr * G))[0], {}, 0.1
 
     weight = weight_of("tall")
-    optimizer = Wrong([weight], writes)
+    optimizer = own(writes)([weight], lr=0.1)
     weight.grad = grad_of(weight, 0)
     optimizer.step()
     with pytest.raises(ValueError, match="must write to nothing that it is given"):
@@ -799,8 +808,7 @@ def test_symmetric_state_that_a_rule_rounds_is_copied_to_the_bit() -> None:
     state = so.optim.State("second", "mm", symmetry="symmetric")
     torch.manual_seed(3)
     ours = so.ManifoldParameter(torch.randn(31, 14))
-    known = {"state_for": lambda *_: (state,), "rule_for": lambda *_: rule}
-    optimizer = type("Rounded", (Wrong,), known)([ours], rule)  # copies know their class only
+    optimizer = own(rule, state)([ours], lr=0.1)
     pairs = [(ours, optimizer)]
     for step in range(8):
         for weight, each in pairs:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from contract import RULES, tried_with, warnings_of
 from contract import optimizer as make
 from torch import Tensor, nn
@@ -69,8 +70,7 @@ DISJOINT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", DISJOINT)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("case", "name"), in_turn(DISJOINT, RULES))
 def test_views_that_share_no_entry_are_accepted(case: str, name: str) -> None:
     one, other = DISJOINT[case](torch.randn(12, 12))
     params = [nn.Parameter(one), nn.Parameter(other)]

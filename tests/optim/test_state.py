@@ -26,6 +26,7 @@ from contract import (
     snapshot,
     through_file,
     train,
+    trained,
     tried_with,
 )
 from optimizers import CLIENTS
@@ -62,9 +63,7 @@ for client in CLIENTS:
 
 @pytest.mark.parametrize(("name", "steps"), in_turn(STATE, [1, 3]))
 def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps):
-    net = model()
-    opt = optimizer(name, net.parameters())
-    train(net, opt, 0, steps)
+    net, opt = trained(name, steps)
     sizes = {  # of the m x m state
         "q.weight": (2, 3, 3),
         "k.weight": (2, 3, 3),
@@ -143,9 +142,7 @@ def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
         train(net, opt, 2, 3)
     for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(p, q)
-    other = model()
-    other_opt = optimizer(name, other.parameters())
-    train(other, other_opt, 0, 3)
+    other, _ = trained(name)
     assert not torch.equal(other.k.weight - before, nets[0].k.weight - before)
 
 
@@ -158,9 +155,7 @@ FORGET = {
 
 @pytest.mark.parametrize(("name", "forget"), in_turn(RULES, FORGET))
 def test_forgotten_state_starts_anew(name, forget):
-    net = model()
-    opt = optimizer(name, net.parameters())
-    train(net, opt, 0, 3)
+    net, opt = trained(name)
     FORGET[forget](opt, net)
     other = copy.deepcopy(net)
     other_opt = optimizer(name, other.parameters())

@@ -272,8 +272,9 @@ def test_what_a_described_model_cannot_do_is_named() -> None:
     haar = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0]
     with pytest.raises(ValueError, match="residual` must keep the vector of ones"):
         rotations.fold_(model, Rotations(haar, [], ()))
-    with pytest.raises(TypeError, match="`verify` must be token ids"):
-        rotations.fold_(model, start, verify="text")
+    for wrong in ("text", torch.zeros(0, 3, dtype=torch.long)):
+        with pytest.raises(TypeError, match=r"`verify` must be token ids .*, not empty, got "):
+            rotations.fold_(model, start, verify=wrong)
     zero = Odd()
     zero.last.weight.data[3] = 0
     with pytest.raises(ValueError, match="no gain of 0 in front of a bias"):

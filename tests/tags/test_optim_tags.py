@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import in_turn
-from contract import OPTIMIZERS, RULES, constrained, model, on_machines, optimizer, train
+from contract import OPTIMIZERS, RULES, constrained, model, on_machines, optimizer, train, trained
 from torch import nn
 
 import stiefel_opt as so
@@ -40,9 +40,7 @@ def assert_on_the_manifold(net, opt, tolerance=2e-6):
 
 @pytest.mark.parametrize(("name", "edit"), in_turn([*OPTIMIZERS, *RULES], EDITS))
 def test_edits_between_steps_leave_the_next_step_on_the_manifold(name, edit):
-    net = model()
-    opt = optimizer(name, net.parameters())
-    train(net, opt, 0, 3)
+    net, opt = trained(name)
     with torch.no_grad():
         EDITS[edit](net)
     train(net, opt, 3, 4)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mixed
 from contract import optimizer
 from optimizers import OPTIMIZERS
 from torch import nn
@@ -157,8 +158,7 @@ def test_keep_needs_a_value() -> None:
         so.constrain(nn.Linear(2, 2), scale="keep")
 
 
-@pytest.mark.parametrize("name", ["tall", "wide", "heads", "rows"])
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize(("rule", "name"), mixed(16, OPTIMIZERS, ["tall", "wide", "heads", "rows"]))
 def test_the_report_says_how_far_the_last_step_turned(rule: str, name: str) -> None:
     shape, reading = READINGS[name]
     net = nn.Module()
