@@ -116,9 +116,9 @@ def check_counts(*, or_none: bool = False, **values: object) -> None:
         check_count(name, value, or_none=or_none)
 
 
-def check_options(name: str, options: Collection[str], known: Callable[..., object]) -> None:
-    """Raise unless all ``options`` are parameters of ``known``."""
-    allowed = set(inspect.signature(known).parameters) - {"generator", "manifold", "module", "name"}
+def check_options(name: str, options: Collection[str], make: Callable[..., object]) -> None:
+    """Raise unless all ``options`` are parameters of ``make``."""
+    allowed = set(inspect.signature(make).parameters) - {"generator", "manifold", "module", "name"}
     if unknown := sorted(set(options) - allowed):
         is_torch = {"orthogonal_map", "use_trivialization"} & set(unknown)
         remedy = "choose the map by map=, or take compat.orthogonal; " if is_torch else ""
@@ -156,7 +156,7 @@ def check_module(name: str, value: object) -> nn.Module:
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise unless matrices of ``dtype`` can be constrained."""
     if dtype not in CONSTRAINABLE:
-        listed = ", ".join(str(known).removeprefix("torch.") for known in CONSTRAINABLE)
+        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in CONSTRAINABLE)
         raise TypeError(fail(name, f"be one of {listed} to be constrained", dtype, "convert it"))
 
 
@@ -214,12 +214,12 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
             remedy = "call so.from_geotorch(model)"
         raise ValueError(fail(name, "be an unconstrained parameter", given, remedy))
     if owner is None or parameter is None:
-        known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
-        below = [each for each in known if each.startswith(f"{name}.")]  # a module was named
-        near = below[:1] or difflib.get_close_matches(name, known, n=3)
-        shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        names = [each for each, _ in module.named_parameters(remove_duplicate=False)]
+        below = [each for each in names if each.startswith(f"{name}.")]  # a module was named
+        near = below[:1] or difflib.get_close_matches(name, names, n=3)
+        shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        listed = f"{hint}its parameters are: {shown}" if known else "it has no parameters"
+        listed = f"{hint}its parameters are: {shown}" if names else "it has no parameters"
         kind = type(module).__name__
         raise ValueError(fail("name", f"be a parameter of this {kind}", repr(name), listed))
     if is_lazy(parameter):

@@ -7,6 +7,7 @@ from stiefel_opt.functional.flows import Scalar as Scalar
 from stiefel_opt.functional.flows import Tensors as Tensors
 from stiefel_opt.functional.flows import corrected as corrected
 from stiefel_opt.functional.flows import coupling as coupling
+from stiefel_opt.functional.flows import limited as limited
 from stiefel_opt.functional.flows import shortened as shortened
 from stiefel_opt.functional.flows import steepest as steepest
 from stiefel_opt.functional.learned_scale import PULL as PULL
@@ -31,9 +32,8 @@ from stiefel_opt.functional.momentum import second_moments as second_moments
 from stiefel_opt.functional.momentum import sgd as sgd
 from stiefel_opt.functional.momentum import skew_force as skew_force
 from stiefel_opt.functional.radius import with_radius as with_radius
-from stiefel_opt.functional.retractions import move_along_cayley as move_along_cayley
+from stiefel_opt.functional.retractions import LONGEST as LONGEST
 from stiefel_opt.functional.retractions import project_tangent as project_tangent
 from stiefel_opt.functional.retractions import retract as retract
-from stiefel_opt.functional.retractions import retract_along as retract_along
 from stiefel_opt.numerics.geodesics import logarithm as logarithm
 from stiefel_opt.numerics.linalg import Sums as Sums

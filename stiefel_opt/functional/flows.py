@@ -97,12 +97,6 @@ def steepest(dtype: torch.dtype, n: int) -> float:
     return 0.1 / orthonormality_tolerance(dtype, n)
 
 
-def size_of(inner: Tensor) -> Tensor:
-    """Return |S| of each X'G, ``(k, 1, 1)``."""
-    size: Tensor = torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True)
-    return size
-
-
 # What a rule returns: the new point, the new state, and the length of the step.
 Move = tuple[Tensor, Tensors, "Length | Tensor | float"]
 
@@ -393,7 +387,8 @@ def limited(
         squared = step * step if isinstance(step, Tensor) else 1.0
         most = _longest(step, reader, lambda: norm * squared, most)
         if inner is not None and reader.steepest < math.inf:
-            step = shortened(size_of(inner), step, reader.steepest)
+            slope = torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True)
+            step = shortened(slope, step, reader.steepest)
     shorter = (most / (norm * (step * step))).clamp(max=1.0)
     return step * shorter.sqrt(), most
 

@@ -21,3 +21,5 @@ from stiefel_opt.methods.published import PublishedAdam as PublishedAdam
 from stiefel_opt.methods.published import PublishedSGD as PublishedSGD
 from stiefel_opt.methods.published import published_adam as published_adam
 from stiefel_opt.methods.published import published_sgd as published_sgd
+from stiefel_opt.methods.retractions import move_along_cayley as move_along_cayley
+from stiefel_opt.methods.retractions import retract_along as retract_along

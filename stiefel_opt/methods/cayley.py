@@ -37,12 +37,12 @@ from stiefel_opt.functional import (
     Scalar,
     accumulated,
     bias_correction,
-    move_along_cayley,
     normal_force,
     shortened,
     skew_force,
 )
 from stiefel_opt.methods.descent import carried
+from stiefel_opt.methods.retractions import move_along_cayley
 from stiefel_opt.numerics import (
     LOCAL_SUMS,
     Reader,

@@ -31,9 +31,9 @@ from stiefel_opt.functional import (
     accumulated,
     metric_parameter,
     normal_force,
-    retract_along,
     skew_force,
 )
+from stiefel_opt.methods.retractions import retract_along
 from stiefel_opt.numerics import (
     LOCAL_SUMS,
     Reader,

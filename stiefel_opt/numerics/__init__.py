@@ -34,7 +34,6 @@ from stiefel_opt.numerics.geometry import random_point as random_point
 from stiefel_opt.numerics.geometry import retraction as retraction
 from stiefel_opt.numerics.geometry import riemannian_gradient as riemannian_gradient
 from stiefel_opt.numerics.geometry import solve_lyapunov as solve_lyapunov
-from stiefel_opt.numerics.geometry import square_gram_error as square_gram_error
 from stiefel_opt.numerics.geometry import tangent_part as tangent_part
 from stiefel_opt.numerics.linalg import BLOCKED as BLOCKED
 from stiefel_opt.numerics.linalg import LOCAL_SUMS as LOCAL_SUMS
@@ -53,6 +52,7 @@ from stiefel_opt.numerics.linalg import infinity_norm as infinity_norm
 from stiefel_opt.numerics.linalg import inner_product as inner_product
 from stiefel_opt.numerics.linalg import largest_bound as largest_bound
 from stiefel_opt.numerics.linalg import plus_identity as plus_identity
+from stiefel_opt.numerics.linalg import polar_rotation as polar_rotation
 from stiefel_opt.numerics.linalg import product as product
 from stiefel_opt.numerics.linalg import skew as skew
 from stiefel_opt.numerics.linalg import solution as solution

@@ -66,17 +66,6 @@ def gram_error(point: Tensor) -> Tensor:
         return identity_error(point.mH @ point)
 
 
-def square_gram_error(point: Tensor) -> Tensor:
-    """Return the sum of |X'X - I|_F^2, in float32 for half precision; of any order of derivative.
-
-    Not by absolute values, whose derivative torch sets to 0 at 0.
-    """
-    point = widened(point)
-    with no_autocast(point):
-        difference = add_to_diagonal_(point.mH @ point, -1.0)
-        return (difference.conj() * difference).real.sum()
-
-
 def identity_error(matrix: Tensor) -> Tensor:
     """Return max abs of A - I for each matrix, shape ``(...)``."""
     difference = add_to_diagonal_(matrix.clone(), -1.0)

@@ -258,11 +258,11 @@ class Packed(dict[str, Tensor]):
     def __init__(self, flat: Tensor, parts: Mapping[str, Tensor], *, is_kept: bool = False) -> None:
         super().__init__(parts)
         self.flat, self._is_kept = flat, is_kept
-        self._known: dict[tuple[str, str, str], Any] = {}
+        self._made: dict[tuple[str, str, str], Any] = {}
 
     def like(self, first: str = "", last: str = "") -> Packed:
         """Return memory for the same batches, or for those between two names."""
-        made: Packed | None = self._known.get(("like", first, last))
+        made: Packed | None = self._made.get(("like", first, last))
         if made is not None:
             return made
         flat = self.flat if not first else self.span(first, last)
@@ -274,18 +274,18 @@ class Packed(dict[str, Tensor]):
                 parts[name] = room.as_strided(part.size(), part.stride(), offset)
         made = Packed(room, parts, is_kept=self._is_kept)
         if self._is_kept:
-            self._known["like", first, last] = made
+            self._made["like", first, last] = made
         return made
 
     def span(self, first: str, last: str) -> Tensor:
         """Return the entries of the batches between two names, as one dimension."""
-        known: Tensor | None = self._known.get(("span", first, last))
-        if known is None:
+        entries: Tensor | None = self._made.get(("span", first, last))
+        if entries is None:
             begin, end = self[first], self[last]
-            known = self.flat[begin.storage_offset() : end.storage_offset() + end.numel()]
+            entries = self.flat[begin.storage_offset() : end.storage_offset() + end.numel()]
             if self._is_kept:
-                self._known["span", first, last] = known
-        return known
+                self._made["span", first, last] = entries
+        return entries
 
     def runs(self) -> list[Tensor]:
         """Return neighbours of one shape as one batch ``(., k, n, m)``, in the order of memory."""
@@ -505,14 +505,3 @@ def cayley(step: Tensor) -> Tensor:
     left = add_to_diagonal_(-half, 1.0)
     rotation: Tensor = torch.linalg.solve_ex(left, add_to_diagonal_(half, 1.0)).result
     return rotation
-
-
-def cholesky_factor(own: Tensor) -> Tensor:
-    """Return R^(-1) for ``own`` = A'A: A R^(-1) is the Q of A = QR with a positive diagonal of R.
-
-    A product with R^(-1) takes a quarter of the time of a triangular solve with a tall A. X'X - I
-    of the result is eps times the condition of ``own``; a second pass removes it while below 1.
-    """
-    upper, _ = torch.linalg.cholesky_ex(own, upper=True)
-    factor: Tensor = torch.linalg.solve_triangular(upper, identity_for(own), upper=True)
-    return factor

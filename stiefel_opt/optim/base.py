@@ -122,7 +122,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
     _options_of_torch: ClassVar[Group] = {}  # of the plain rule, where a subclass names none
-    _known: ClassVar[dict[str, State]]  # every declaration of the class so far, by whatever options
+    _declared: ClassVar[dict[str, State]]  # every declaration so far, by whatever options
 
     @override
     def __init_subclass__(cls, **options: Any) -> None:
@@ -130,7 +130,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
         if family is not StiefelOptimizer:
             checks.check_family(cls, family)
-        cls._known = {}
+        cls._declared = {}
         for name, function in _SAID_OF.items():  # what a class inherits was said of another one
             if function in vars(cls):
                 setattr(cls, name, bool(vars(cls).get(name)))
@@ -182,7 +182,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         When options change, state that an earlier declaration made is recognised and dropped.
         """
         declared = (*self.state_for(group), *self.scale_rule_for(group).state)
-        self._known.update(declared_once(declared))
+        self._declared.update(declared_once(declared))
         return declared
 
     def scale_rule_for(self, group: Group) -> ScaleRule:  # noqa: ARG002
@@ -191,7 +191,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     def correction_for(self, group: Group) -> Correction:
         """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
-        normal = tuple(kind.name for kind in self.state_for(group) if kind.symmetry == "normal")
+        normal = tuple(state.name for state in self.state_for(group) if state.symmetry == "normal")
         return partial(corrected, normal=normal)
 
     def velocity_in(
@@ -324,9 +324,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
             self.records.drop_unfit(self.state, group["params"][plain], None, ())
-        known = [i for i in index.waiting if self.state.get(group["params"][i])]
-        if known:
-            self._admit(index, group, known)
+        if with_state := [i for i in index.waiting if self.state.get(group["params"][i])]:
+            self._admit(index, group, with_state)
         for device_group in earlier.device_groups if earlier else ():
             device_group.views.release()
         self.records.keep_only([p for each in self.param_groups for p in each["params"]])
@@ -358,7 +357,9 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             together = weights.setdefault(parameter.device, [])
             weight = ConstrainedParameter(parameter, manifold, state, shards, len(together))
             keep_velocity(weight, index.declared, form)
-            complete_state(state, index.declared, parameter, manifold, called, form.known, shards)
+            complete_state(
+                state, index.declared, parameter, manifold, called, form.declared, shards
+            )
             together.append(weight)
         index.device_groups = [
             DeviceGroup(each, self.records, index.declared) for each in weights.values()
@@ -398,8 +399,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             released += [(group, plain)] if plain else []
         for group, own in released:
             self._step_plain(group, own, [grads[p] for p in own], [self.state[p] for p in own])
-        known = [group["lr"] for group in self.param_groups]
-        move_constrained(self, [next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
+        lrs_now = (group["lr"] for group in self.param_groups)
+        move_constrained(self, [next(tensors) if isinstance(lr, Tensor) else lr for lr in lrs_now])
 
     def _refuse(self, group: Group, weights: DeviceGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
@@ -537,7 +538,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
 
     def _velocity_form(self) -> Form:
-        return Form(self.velocity_names, self._known, self.velocity_in, self.state_of_velocity)
+        return Form(self.velocity_names, self._declared, self.velocity_in, self.state_of_velocity)
 
     def all_constrained(self) -> list[DeviceGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""

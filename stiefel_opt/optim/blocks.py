@@ -123,9 +123,9 @@ class StateStack:
         row_sum = None if shards is None else shards.row_sum
         self.sums = Sums(row_sum, self.row_count, first.reading.scale)
         self.declared = {
-            kind.name: kind
-            for kind in declared
-            if kind.exists_for(self.row_count, self.column_count, first.reading.learn_scale)
+            declaration.name: declaration
+            for declaration in declared
+            if declaration.exists_for(self.row_count, self.column_count, first.reading.learn_scale)
         }
         self._whole: Tensors = {}
         self._flat = self._pack()
@@ -150,7 +150,7 @@ class StateStack:
 
     def _pack(self) -> Tensor | None:
         """Join all state, one name behind the other in one tensor where they have one dtype."""
-        joined = [self._stacked(kind) for kind in self.declared.values()]
+        joined = [self._stacked(declaration) for declaration in self.declared.values()]
         alike = len({whole.dtype for whole, _ in joined}) == 1 and has_values(joined[0][0])
         flat = torch.cat([whole.flatten() for whole, _ in joined]) if alike else None
         start = 0
@@ -162,13 +162,13 @@ class StateStack:
             show(whole)
         return flat
 
-    def _stacked(self, kind: State) -> tuple[Tensor, Callable[[Tensor], None]]:
+    def _stacked(self, declaration: State) -> tuple[Tensor, Callable[[Tensor], None]]:
         """Join one state of all blocks; also return what leaves views of a copy in its place."""
-        keys = [key_of(kind.name, block.index) for block in self.blocks]
+        keys = [key_of(declaration.name, block.index) for block in self.blocks]
         shown = [block.weight.state[key] for block, key in zip(self.blocks, keys, strict=True)]
         tensors = [local_part(tensor).detach() for tensor in shown]
         first, shape = self.blocks[0], tensors[0].shape
-        if kind.is_tall:  # laid out in the order of the matrices
+        if declaration.is_tall:  # laid out in the order of the matrices
             matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
             tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
 
@@ -176,13 +176,13 @@ class StateStack:
             for block, key, earlier, view in zip(
                 self.blocks, keys, shown, views_of(whole), strict=True
             ):
-                if kind.is_tall:
+                if declaration.is_tall:
                     view = block.stored(view.mT if first.wide else view, shape)
                 if block.weight.shards is not None:
                     view = block.weight.shards.like(view, earlier)
                 block.weight.state[key] = view
 
-        return kind.part_of(torch.stack(tensors)), show
+        return declaration.part_of(torch.stack(tensors)), show
 
     def _divided(self, part: Tensor) -> list[tuple[int, int, slice]]:
         """Divide the stack into batches: some whole blocks, or some matrices of a single block.

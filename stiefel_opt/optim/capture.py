@@ -27,7 +27,6 @@ from stiefel_opt.numerics.device import (
     reader_for,
     recorder_for,
 )
-from stiefel_opt.optim.blocks import move_rows
 from stiefel_opt.optim.commit import LastStep, StepOptions
 from stiefel_opt.optim.group import _CORRECTION_PERIOD, DeviceGroup
 from stiefel_opt.optim.torch_rules import Group
@@ -148,9 +147,7 @@ class Capture:
             return weights.step(options)
         if weights.rows:  # by torch, before a step of the others
             weights._judge(options.nonfinite)
-            values = [weight.moving() for weight in weights.weights]
-            own = [pair for pair in weights.rows if pair[0].place not in weights._skipped]
-            move_rows(own, weights._grads, values, weights._ok, weights.reads, options.move_rows)
+            weights.move_rows([weight.moving() for weight in weights.weights], options)
         number = self._send(lr, host_lr)
         if found is not None and found.replay is not None:
             found.replay()

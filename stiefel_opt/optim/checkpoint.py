@@ -15,7 +15,7 @@ from stiefel_opt.errors import HALF, check_range, fail, users_level
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.geometry import scale_rounding
-from stiefel_opt.optim.checks import check_saved_lr, label, reading
+from stiefel_opt.optim.checks import check_saved_lr, in_short, label, reading
 from stiefel_opt.optim.state import (
     MOMENTS_OF_TORCH,
     ROWS,
@@ -69,9 +69,8 @@ def warn_if_nonfinite(optimizer: Any) -> None:
         finite = zip(pairs, sizes.isfinite().tolist(), strict=True)
         lost += [called for (called, _), is_finite in finite if not is_finite]
     if lost:
-        others = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         warnings.warn(
-            f"{', '.join(lost[:4])}{others} must be finite to be loaded again: what is saved "
+            f"{in_short(lost, 4)} must be finite to be loaded again: what is saved "
             "now will be refused. Go back to an earlier one, or drop this state by "
             "optimizer.state.pop(parameter); nonfinite='skip' keeps NaN out",
             stacklevel=users_level(),
@@ -97,20 +96,22 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
 def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return what torch may load of a state_dict; raise for what no step could use."""
     check_state_dict(given)
-    groups, state = [dict(saved) for saved in given["param_groups"]], given["state"]
-    known, torch_rule = optimizer.param_groups, optimizer._torch_rule
-    of_torch = take_marks(groups, optimizer.rule)
+    saved_groups, state = [dict(saved) for saved in given["param_groups"]], given["state"]
+    groups, torch_rule = optimizer.param_groups, optimizer._torch_rule
+    of_torch = take_marks(saved_groups, optimizer.rule)
     if of_torch:
-        check_plain_rule(state, groups, torch_rule, optimizer.rule)
-    check_saved_readings(known, groups)
-    complete_options(groups, known, optimizer.defaults)
+        check_plain_rule(state, saved_groups, torch_rule, optimizer.rule)
+    check_saved_readings(groups, saved_groups)
+    complete_options(saved_groups, groups, optimizer.defaults)
     if of_torch:
-        state = without_plain(state, known, groups)
-    for group, saved in zip(known, groups, strict=False):
+        state = without_plain(state, groups, saved_groups)
+    for group, saved in zip(groups, saved_groups, strict=False):
         check_saved_lr({**group, **saved}["lr"])
         optimizer.check_options({**group, **saved})
-    check_states(state, known, groups, optimizer.declared_for, of_torch=torch_rule is not None)
-    return {**given, "param_groups": groups, "state": state}
+    check_states(
+        state, groups, saved_groups, optimizer.declared_for, of_torch=torch_rule is not None
+    )
+    return {**given, "param_groups": saved_groups, "state": state}
 
 
 def take_marks(saved_groups: list[Group], rule: str) -> bool:

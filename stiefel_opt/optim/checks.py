@@ -141,6 +141,12 @@ def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     return [labels[id(parameter)] for parameter in parameters]
 
 
+def in_short(names: Sequence[str], most: int = 8) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def name_of(parameter: Tensor, groups: list[Group]) -> str:
     """Return the label of a parameter of ``groups``."""
     return names_of([parameter], groups)[0]
@@ -191,8 +197,11 @@ def check_lr(lr: Any) -> None:
 
 def check_saved_lr(lr: Any) -> None:
     """Raise for a learning rate that no step can use; one below 0, of a schedule, it can."""
-    is_number = isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
-    check_lr(-lr if is_number and -math.inf < lr < 0 else lr)
+    check_lr(-lr if _is_number(lr) and -math.inf < lr < 0 else lr)
+
+
+def _is_number(lr: Any) -> bool:
+    return isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
 
 
 def usable_lr(lr: Any) -> float | Tensor:
@@ -208,16 +217,10 @@ def usable_lr(lr: Any) -> float | Tensor:
     except (TypeError, ValueError, RuntimeError):  # no number, or several
         is_finite = False
     if not is_finite:
-        refuse_lr(lr)
+        if not _is_number(lr):
+            check_lr(lr)  # raises, and says what it must be
+        raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
     return min(float(value), LARGEST_LR)
-
-
-def refuse_lr(lr: Any) -> NoReturn:
-    """Raise for a learning rate that no step can use."""
-    is_number = isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
-    if not is_number:
-        check_lr(lr)
-    raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
 
 
 def check_metric(group: Group) -> None:
@@ -311,8 +314,8 @@ def naming_options(init: Callable[..., None]) -> Callable[..., None]:
     def named(self: Any, *given: Any, **options: Any) -> None:
         unknown = {name: value for name, value in options.items() if name not in kinds}
         if unknown and not is_open:
-            known = [name for name in kinds if name not in ("self", "params")]
-            check_option_names(unknown, known, type(self).__name__)
+            allowed = [name for name in kinds if name not in ("self", "params")]
+            check_option_names(unknown, allowed, type(self).__name__)
         init(self, *given, **options)
 
     return named
@@ -418,7 +421,7 @@ def check_sharing(
 ) -> None:
     """Raise for rows on several processes, with rules that do not say they work so."""
     rule, given = optimizer.rule, f"placements {shards.stored}"
-    across = [kind.name for kind in declared if kind.shape == "nn"]
+    across = [state.name for state in declared if state.shape == "nn"]
     if shards.row_sum is not None and across:
         wanted = f"not have its rows on several processes for {rule}, whose state {across} is n x n"
         remedy = "shard its batch or head dimension, or replicate it"
@@ -521,14 +524,13 @@ def refuse_other_precision(
 
 def warn_of_skipped(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Say which parameters were left as they were."""
-    pairs = zip(names_of(parameters[:8], groups), parameters, strict=False)
-    shown = ", ".join(f"{name} of shape {tuple(parameter.shape)}" for name, parameter in pairs)
-    _warn(shown + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""))
+    pairs = zip(names_of(parameters, groups), parameters, strict=True)
+    _warn(in_short([f"{name} of shape {tuple(parameter.shape)}" for name, parameter in pairs]))
 
 
 def warn_of_long_steps(parameters: Sequence[Tensor], groups: list[Group], steps: int) -> None:
     """Say which parameters every step turns by more than half a right angle."""
-    names = ", ".join(names_of(parameters[:8], groups))
+    names = in_short(names_of(parameters, groups))
     warnings.warn(
         f"Each of the last {steps} steps turned {names} by more than 45 degrees: "
         "nothing can be learned so. Begin again with a tenth of lr.",
@@ -539,10 +541,9 @@ def warn_of_long_steps(parameters: Sequence[Tensor], groups: list[Group], steps:
 def warn_of_restarts(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Say which momentum starts again, as options have changed what it is measured in."""
     if parameters:
-        names = ", ".join(names_of(parameters[:8], groups))
-        others = f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
+        names = in_short(names_of(parameters, groups))
         warnings.warn(
-            f"The momentum of {names}{others} starts again: options of the group have changed, and "
+            f"The momentum of {names} starts again: options of the group have changed, and "
             "with them what it is measured in.",
             stacklevel=users_level(),
         )

@@ -199,7 +199,7 @@ class Batch:
             return joined.mT if first.wide else joined
         if (view := self._views.get(tensor.stride())) is not None:
             return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
-        matrices = as_batch(first.matrices(first.part(tensor)))
+        matrices = first.read(tensor)
         if self._share is not None:
             matrices = matrices[self._share]
         if not tensor.is_complex() and shares_memory(matrices, tensor):
@@ -229,12 +229,10 @@ class Batch:
         if is_view:
             return
         if len(self.blocks) == 1:
-            part = first.part(tensor)
-            whole = first.matrices(part)
-            target = as_batch(whole)
+            target = first.read(tensor)
             (target if self._share is None else target[self._share]).copy_(matrices)
-            if not shares_memory(target, part):  # channels_last, or batches of rows
-                part.copy_(first.stored(target.view(whole.shape), part.shape))
+            if not shares_memory(target, tensor):  # channels_last, or batches of rows
+                first.write(tensor, target)
             return
         parts = self._parts(tensors, blocks)
         shape = torch.Size((len(parts), *self._part_shape))

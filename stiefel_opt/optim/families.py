@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_range, fail
 from stiefel_opt.functional import learned_scale
-from stiefel_opt.functional.flows import Move, Scalar
+from stiefel_opt.functional.flows import Scalar
 from stiefel_opt.functional.learned_scale import adam_scale, sgd_scale
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checkpoint import TorchRule
@@ -61,28 +61,23 @@ class SGDLike(StiefelOptimizer):
             given = f"momentum {group['momentum']} and dampening {group['dampening']}"
             raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
 
-    def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
+    def bound(self, group: Group, rule: Callable[..., Any], *names: str) -> Rule:
         """Return ``rule`` with ``momentum``, ``nesterov`` and more options bound.
 
         ``names`` are the further options. For ``maximize`` and ``dampening`` the gradient is
         multiplied before the rule sees it.
         """
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
-        return with_factor(partial(rule, **options), group["maximize"], _undampened(group))
+        # of gradients from the second step on
+        undampened = 1.0 - (group["dampening"] if group["momentum"] else 0.0)
+        return with_factor(partial(rule, **options), group["maximize"], undampened)
 
     @override
     def scale_rule_for(self, group: Group) -> ScaleRule:
-        options = {name: group[name] for name in ("momentum", "nesterov")}
-        rule: Any = partial(sgd_scale, **options, pull=group["scale_pull"])
-        rule = with_factor(rule, group["maximize"], _undampened(group))
+        rule = self.bound(group, partial(sgd_scale, pull=group["scale_pull"]))
         return ScaleRule(rule, (_MOMENTUM,) if group["momentum"] else (), is_embedded=True)
 
     update_plain = _step_plain = staticmethod(step_sgd)
-
-
-def _undampened(group: Group) -> float:
-    """Return the factor of gradients from the second step on."""
-    return 1.0 - (group["dampening"] if group["momentum"] else 0.0)
 
 
 def with_factor(rule: Callable[..., Any], maximize: bool, factor: float = 1.0) -> Rule:
@@ -146,7 +141,7 @@ class AdamLike(StiefelOptimizer):
             wanted = "be a number with foreach=True"
             raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
 
-    def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
+    def bound(self, group: Group, rule: Callable[..., Any], *names: str) -> Rule:
         """Return ``rule`` with ``betas``, ``eps`` and more options bound.
 
         ``names`` are the further options. With ``maximize`` the rule sees the gradient with the
@@ -157,9 +152,7 @@ class AdamLike(StiefelOptimizer):
 
     @override
     def scale_rule_for(self, group: Group) -> ScaleRule:
-        options = {name: group[name] for name in ("betas", "eps")}
-        rule: Any = partial(adam_scale, **options, pull=group["scale_pull"])
-        rule = with_factor(rule, group["maximize"])
+        rule = self.bound(group, partial(adam_scale, pull=group["scale_pull"]))
         return ScaleRule(rule, SCALE_MOMENTS)
 
     @override

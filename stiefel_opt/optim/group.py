@@ -235,7 +235,7 @@ class DeviceGroup:
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
         self._is_forgotten = False
-        self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
+        self.views = StateViews(weights, {state.name for state in declared}, self.forget)
         # the step under way: gradients, places of skipped weights, a mask of those that move
         self._grads: list[Tensor | None] = []
         self._skipped: set[int] = set()
@@ -443,8 +443,7 @@ class DeviceGroup:
                     far = [place for place, angle in batch.angles().items() if angle > _LONG]
                     turning += [self.parameters[place] for place in far]
             if self.rows and self.is_due is None:
-                own = [pair for pair in self.rows if pair[0].place not in self._skipped]
-                move_rows(own, self._grads, values, self._ok, self.reads, options.move_rows)
+                self.move_rows(values, options)
             # even if this process has no matrices of one
             moved[None] = self._everywhere, None
         finally:
@@ -452,6 +451,11 @@ class DeviceGroup:
         if overflows:
             self._count(overflows, options.nonfinite)
         return turning
+
+    def move_rows(self, values: list[Tensor], options: StepOptions) -> None:
+        """Move the plain rows of the parameters that have a gradient."""
+        own = [pair for pair in self.rows if pair[0].place not in self._skipped]
+        move_rows(own, self._grads, values, self._ok, self.reads, options.move_rows)
 
     def _at(self, places: Sequence[int]) -> Tensor:
         """Return the index of these weights."""

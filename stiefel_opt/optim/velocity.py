@@ -23,7 +23,7 @@ class Form(NamedTuple):
     """How a rule keeps its momentum X Z + U."""
 
     names: tuple[str, ...]  # of its state
-    known: Mapping[str, State]  # declarations by name, whatever the options
+    declared: Mapping[str, State]  # declarations by name, whatever the options
     read: Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]  # Z and U at X
     write: Callable[[Tensor, Tensor, Tensor], Tensors]  # state of Z and U at X
 
@@ -94,7 +94,7 @@ def set_velocity_(
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))
-    state = complete_state(states[parameter], declared, parameter, manifold, called, form.known)
+    state = complete_state(states[parameter], declared, parameter, manifold, called, form.declared)
     ranges = _ranges(parameter, manifold, state, form)
     if len(values) != len(ranges):
         wanted = f"be tuples of {len(ranges)} tensors each"
@@ -143,7 +143,7 @@ def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) 
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
         for key, tensor in values.items():
-            declaration = form.known.get(key.partition(".")[0])
+            declaration = form.declared.get(key.partition(".")[0])
             if declaration is not None and key == key_of(declaration.name, index):
                 read[declaration.name] = own.matrices(tensor) if declaration.is_tall else tensor
         matrices = own.matrices(part)

@@ -165,9 +165,8 @@ def projection_robust_wasserstein(
         squared distance and below. Nothing of size d x d; the plan is the only n x m array.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
-    refuse_keywords(
-        "projection_robust_wasserstein", {"tau": tau, **of_pot} if tau else of_pot, _OF_POT
-    )
+    keywords = {"tau": tau, **of_pot} if tau else of_pot
+    refuse_keywords("projection_robust_wasserstein", keywords, _OF_POT)
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
     published = optimizer is not None and sinkhorn_iterations is not None
@@ -179,11 +178,7 @@ def projection_robust_wasserstein(
     most = max_products or each * max(max_iter, _LEAST_STEPS) * restarts
     with torch.inference_mode(mode=False):  # optimizers read version counters
         starts = _starting_points(clouds, k, restarts, init, seed)
-        spread = clouds.mean_distance(starts[0])
-        reg = (_DEFAULT_REG * spread or 1.0) if reg is None else reg
-        if reg < _SMALLEST_REG * spread:
-            wanted = f"be at least {_SMALLEST_REG * spread:.1e}, the rounding of these distances"
-            raise ValueError(fail("reg", wanted, reg, "leave it out for a default"))
+        reg = _regularization(reg, clouds.mean_distance(starts[0]))
         transport = EntropicTransport(clouds.a, clouds.b, reg)
         ascents = []
         with ProgressBar(max_iter * restarts, progress) as bar:
@@ -201,6 +196,16 @@ def projection_robust_wasserstein(
     if not result.converged:
         _warn(result, transport.products, most, max_iter, tol, exhausted)
     return result
+
+
+def _regularization(reg: float | None, spread: float) -> float:
+    """Return the regularization for distances of this mean; raise for one below their rounding."""
+    if reg is None:
+        return _DEFAULT_REG * spread or 1.0
+    if reg < _SMALLEST_REG * spread:
+        wanted = f"be at least {_SMALLEST_REG * spread:.1e}, the rounding of these distances"
+        raise ValueError(fail("reg", wanted, reg, "leave it out for a default"))
+    return reg
 
 
 def _warn(

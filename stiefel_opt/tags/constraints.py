@@ -36,7 +36,6 @@ from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
-    at_start,
     check_phase,
     check_projectable,
     is_alike,
@@ -45,13 +44,7 @@ from stiefel_opt.tags.points import (
     reading_of,
     rms_scale,
 )
-from stiefel_opt.tags.trained import (
-    loses_training,
-    relative_move,
-    turned_over,
-    warn_of_component,
-    warn_of_lost,
-)
+from stiefel_opt.tags.trained import FirstPoints
 from stiefel_opt.tags.uses import check_uses, warn_of_batches
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 
@@ -148,8 +141,8 @@ def constrain(
         own_flatten = flatten
         if flatten is None:
             own_flatten = not names_dims and _is_kernel(owner, parameter.shape, each, is_said)
-        known = 1.0 if isinstance(scale, str) else scale
-        options = known, learn_scale, determinant, row_dims, column_dims
+        start = 1.0 if isinstance(scale, str) else scale
+        options = start, learn_scale, determinant, row_dims, column_dims
         said: Any = own_heads, rows, own_flatten, transposed, *options
         reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
@@ -185,18 +178,18 @@ def scaled(reading: Stiefel, parameter: Tensor, scale: Any, name: str) -> Stiefe
 
 def _names(module: nn.Module, name: object) -> list[str]:
     """Return the names that a name, a pattern, a list of them or a function stands for."""
-    known = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     if callable(name):
         try:
             inspect.signature(name).bind("", None)
         except TypeError:
             wanted = "take the name and the parameter"
             raise TypeError(fail("name", wanted, f"a function{inspect.signature(name)}")) from None
-        chosen = [each for each, parameter in known.items() if name(each, parameter)]
+        chosen = [each for each, parameter in parameters.items() if name(each, parameter)]
     elif isinstance(name, str):
         if not set(name) & set("*?["):
             return [name]  # find_parameter says what it cannot be
-        chosen = [each for each in known if fnmatch.fnmatchcase(each, name)]
+        chosen = [each for each in parameters if fnmatch.fnmatchcase(each, name)]
     elif isinstance(name, Iterable) and not isinstance(name, Tensor):
         chosen = [each for given in name for each in _names(module, given)]
     else:
@@ -204,7 +197,7 @@ def _names(module: nn.Module, name: object) -> list[str]:
     if callable(name) or isinstance(name, str):
         chosen = [each for each in chosen if not is_factor(module, each)]
     if not chosen:
-        shown = ", ".join(list(known)[:12]) + (", ..." if len(known) > 12 else "")
+        shown = ", ".join(list(parameters)[:12]) + (", ..." if len(parameters) > 12 else "")
         wanted = f"match a parameter of this {type(module).__name__}"
         given = getattr(name, "__name__", "a function") if callable(name) else repr(name)
         raise ValueError(fail("name", wanted, given, f"its parameters are: {shown or 'none'}"))
@@ -239,23 +232,18 @@ def apply_readings(
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
     asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
-    lost: list[tuple[str, float]] = []
     zero: list[str] = []
-    turned: list[tuple[str, str, int]] = []
+    points = FirstPoints()
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
-            other = turned_over(name, parameter, reading)
-            is_told = bool(other) or not bool(parameter.any())
-            point = nearest(parameter, at_start(reading), name, tells=not is_told)
-            turned += other
-            share = relative_move(parameter, point)
+            tells = bool(parameter.any())
+            point, share = points.nearest(name, parameter, reading, tells=tells)
             if share == math.inf:
                 zero.append(name)
             else:
                 moved[name] = share
-                lost += [(name, share)] if loses_training(parameter, reading, share) else []
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
         record(owner, leaf, reading, keeps=keeps)
@@ -265,8 +253,7 @@ def apply_readings(
         watch(owner)
         note_module(owner)
     note_module(module)
-    warn_of_lost(lost)
-    warn_of_component(turned)
+    points.warn()
     if zero:
         warnings.warn(
             f"`{zero[0]}`{f' and {len(zero) - 1} more' if len(zero) > 1 else ''}, which was zero, "
@@ -284,16 +271,16 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
     """
     found = [(name, *find_parameter(module, name)) for name in asked]
     wanted = {id(parameter) for _, _, _, parameter in found}
-    known: dict[int, tuple[str, Stiefel]] = {}
+    readings_of: dict[int, tuple[str, Stiefel]] = {}
     own = {(owner, leaf) for _, owner, leaf, _ in found}  # these are read anew
     for owner in dict.fromkeys(m for root in [module, *known_modules()] for m in root.modules()):
         for leaf, reading in records_of(owner).items():
             parameter = owner._parameters.get(leaf)
             if id(parameter) in wanted and (owner, leaf) not in own:
-                known[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
+                readings_of[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
     alike: dict[str, Stiefel] = {}
     for name, _, _, parameter in found:
-        other, earlier = known.setdefault(id(parameter), (name, asked[name]))
+        other, earlier = readings_of.setdefault(id(parameter), (name, asked[name]))
         if not is_alike(asked[name], earlier, parameter):
             wanted_reading = f"be read as `{other}` is, to which it is tied: {earlier}"
             remedy = "name both in one call of so.constrain, or call so.release first"
@@ -345,8 +332,8 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
     holders = _holders([owner, module, *known_modules()], parameter)
     if not holders and manifold_of(parameter, name) is None:
         raise ValueError(fail(name, "be constrained to be released", "a plain parameter"))
-    for other, known in holders:
-        _warn_if_grouped(other, known, None)
+    for other, their_leaf in holders:
+        _warn_if_grouped(other, their_leaf, None)
     _reread(holders, parameter, None)
     return module
 
@@ -487,10 +474,10 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
                     raise ValueError(FLAT.format(name))
                 raise ValueError(fail(name, wanted, "none of that name", remedy))
             reading.check(parameter.shape, name)
-            other, known = recorded.setdefault(id(parameter), (name, reading))
-            if known != reading:
+            other, earlier = recorded.setdefault(id(parameter), (name, reading))
+            if earlier != reading:
                 wanted = "be constrained alike: they are one tied parameter"
-                raise ValueError(fail(f"{other} and {name}", wanted, f"{known} and {reading}"))
+                raise ValueError(fail(f"{other} and {name}", wanted, f"{earlier} and {reading}"))
     return {
         name: (p, recorded[id(p)][1] if id(p) in recorded else _tag_of(p, name))
         for name, p in model.named_parameters()

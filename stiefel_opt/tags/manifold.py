@@ -137,9 +137,9 @@ class Stiefel:
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:
         """Return the reading that :meth:`as_dict` described."""
-        known = {field.name for field in fields(cls)}
-        if not known >= reading.keys():
-            wanted = f"have no other keys than {sorted(known)}"
+        names = {field.name for field in fields(cls)}
+        if not names >= reading.keys():
+            wanted = f"have no other keys than {sorted(names)}"
             raise ValueError(fail("stiefel", wanted, dict(reading)))
         return cls(**reading)
 

@@ -15,14 +15,8 @@ from stiefel_opt.numerics.device import has_values, untraced
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import at_start, nearest, reading_of
-from stiefel_opt.tags.trained import (
-    loses_training,
-    relative_move,
-    turned_over,
-    warn_of_component,
-    warn_of_lost,
-)
+from stiefel_opt.tags.points import reading_of
+from stiefel_opt.tags.trained import FirstPoints
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 # Ids of parameters whose tag `untag` removed. An id may come back with another parameter, which
@@ -75,11 +69,9 @@ class ManifoldParameter(nn.Parameter):
             stated = True
             if project and has_values(data) and not is_sharded(data):
                 remedy = "initialise it first, or pass project=False"
-                turned = turned_over("data", data, manifold)
-                point = nearest(data, at_start(manifold), "data", remedy, tells=not turned)
-                share = relative_move(data, point)
-                warn_of_lost([("data", share)] if loses_training(data, manifold, share) else [])
-                warn_of_component(turned)
+                points = FirstPoints()
+                point, _ = points.nearest("data", data, manifold, remedy)
+                points.warn()
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED
@@ -165,15 +157,15 @@ def was_released(parameter: Tensor) -> bool:
     return id(parameter) in _RELEASED and hasattr(parameter, "is_released")
 
 
-def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
-    """Return the tag of each parameter, or None; put back one that is ``known`` and lost.
+def recalled(parameters: Iterable[Tensor], earlier: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+    """Return the tag of each parameter, or None; put back one of ``earlier`` that is lost.
 
     ``torch.utils.swap_tensors``, by which a module may convert its parameters, exchanges their
     attributes, the tag among them, while the parameter stays the same object.
     """
     tags: dict[Tensor, Any] = {}
     for parameter in parameters:
-        before = known.get(parameter)
+        before = earlier.get(parameter)
         is_missing = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
         if is_missing and isinstance(before, Stiefel):
             tag(parameter, before)  # type: ignore[arg-type]
@@ -197,9 +189,8 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
         mark_unconstrained(parameters, key is False)
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
-    points: list[tuple[Any, Tensor | None]] = []
-    lost: list[tuple[str, float]] = []
-    turned: list[tuple[str, str, int]] = []
+    moved: list[tuple[Any, Tensor | None]] = []
+    points = FirstPoints()
     for parameter in parameters:
         if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
@@ -207,15 +198,10 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
             point = None
             if has_values(parameter) and not is_sharded(parameter):
                 check_writable(name, parameter)
-                other = turned_over(name, parameter, manifold)
-                point = nearest(parameter, at_start(manifold), name, tells=not other)
-                turned += other
-            points.append((parameter, point))
-            share = relative_move(parameter, point)
-            lost += [(name, share)] if loses_training(parameter, manifold, share) else []
-    warn_of_lost(lost)  # which raises where warnings are errors
-    warn_of_component(turned)
-    for parameter, point in points:
+                point, _ = points.nearest(name, parameter, manifold)
+            moved.append((parameter, point))
+    points.warn()  # which raises where warnings are errors
+    for parameter, point in moved:
         if point is not None:
             parameter.copy_(point)
         tag(parameter, manifold)

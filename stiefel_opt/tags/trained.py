@@ -15,7 +15,7 @@ from stiefel_opt.errors import users_level
 from stiefel_opt.numerics.device import finest_dtype, has_values, widened
 from stiefel_opt.numerics.geometry import is_far
 from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.points import largest_error, wrong_signs
+from stiefel_opt.tags.points import at_start, largest_error, nearest, wrong_signs
 
 # Independent entries have no singular value above (sqrt(n) + sqrt(m)) times their standard
 # deviation but for fluctuations: at most 1.1 times it in 100 draws of each initialisation of torch.
@@ -116,6 +116,37 @@ def warn_of_component(turned: Sequence[tuple[str, str, int]]) -> None:
             f"{-determinant} to keep its sign, or negate a row before",
             stacklevel=users_level(),
         )
+
+
+class FirstPoints:
+    """The points of values that become constrained, and a warning of all that is lost by that."""
+
+    def __init__(self) -> None:
+        self._lost: list[tuple[str, float]] = []
+        self._turned: list[tuple[str, str, int]] = []
+
+    def nearest(
+        self,
+        name: str,
+        value: Tensor,
+        reading: Stiefel,
+        remedy: str = "initialise it first",
+        *,
+        tells: bool = True,
+    ) -> tuple[Tensor | None, float]:
+        """Return :func:`nearest` and the :func:`relative_move` to it, inf from zero."""
+        turned = turned_over(name, value, reading)
+        point = nearest(value, at_start(reading), name, remedy, tells=tells and not turned)
+        share = relative_move(value, point)
+        if share < math.inf and loses_training(value, reading, share):
+            self._lost.append((name, share))
+        self._turned += turned
+        return point, share
+
+    def warn(self) -> None:
+        """Warn of trained weights that have moved far, and of determinants that change."""
+        warn_of_lost(self._lost)
+        warn_of_component(self._turned)
 
 
 @torch.no_grad()

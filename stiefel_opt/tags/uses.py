@@ -39,15 +39,15 @@ def check_uses(
     module: nn.Module, asked: Mapping[str, Stiefel], *, is_said: bool, is_chosen: bool
 ) -> None:
     """Check every parameter once; with ``is_chosen``, by a pattern or function, tokens as well."""
-    known = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     for name, reading in asked.items():
-        if id(known[name]) not in seen:  # tied
-            check_use(module, name, known[name], reading, is_said=is_said)
-        seen.add(id(known[name]))
+        if id(parameters[name]) not in seen:  # tied
+            check_use(module, name, parameters[name], reading, is_said=is_said)
+        seen.add(id(parameters[name]))
     if is_chosen:
         owners = ((name, module.get_submodule(name.rpartition(".")[0])) for name in asked)
-        warn_of_tokens(module, ((name, owner, known[name]) for name, owner in owners))
+        warn_of_tokens(module, ((name, owner, parameters[name]) for name, owner in owners))
 
 
 def warn_of_batches(module: nn.Module, asked: Mapping[str, Stiefel]) -> None:

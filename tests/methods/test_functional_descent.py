@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stiefel_opt.methods import cayley_adam, cayley_sgd, rgd
 from stiefel_opt.methods.descent import RETRACTIONS
-from stiefel_opt.numerics.linalg import cholesky_factor
+from stiefel_opt.methods.retractions import cholesky_factor
 
 SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
 TOLERANCE = 1e-12

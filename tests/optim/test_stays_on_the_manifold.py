@@ -554,7 +554,7 @@ MACHINES = ("cpu", "as_accelerator")
 @pytest.mark.parametrize(
     ("name", "gradient", "machine"),
     [
-        *itertools.product(OF_CORE, KINDS, MACHINES),
+        *itertools.product(sorted(OF_CORE), KINDS, MACHINES),
         *in_turn([name for name in CASES if name not in OF_CORE] * len(KINDS), KINDS, MACHINES),
     ],
     indirect=["machine"],
