@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.numerics.device import (
+    address_for,
     exact_products,
     has_values,
     index_on,
@@ -26,7 +27,7 @@ from stiefel_opt.numerics.device import (
     reader_for,
     working_dtype,
 )
-from stiefel_opt.numerics.distributed import local_address_for, local_part
+from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Packed
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.blocks import (
@@ -216,8 +217,7 @@ class DeviceGroup:
         self.parameters = [weight.parameter for weight in weights]
         self._states = [weight.state for weight in weights]
         self.is_shared = any(weight.shards is not None for weight in weights)
-        self._version: Any = _version_with_local if self.is_shared else _VERSION
-        self._address = local_address_for(self.parameters)
+        self._address = address_for(self.parameters)
         counters = [(weight.state, "step") for weight in weights]
         counters += [(counts, "skipped") for counts in skip_counts]
         self._counts = joined(counters).view(2, -1)
@@ -363,7 +363,10 @@ class DeviceGroup:
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        return list(map(self._version, self.parameters)), list(map(self._address, self.parameters))
+        if not self.is_shared:
+            return list(map(_VERSION, self.parameters)), list(map(self._address, self.parameters))
+        local = list(map(local_part, self.parameters))
+        return _versions_of(self.parameters, is_shared=True), list(map(self._address, local))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
@@ -543,7 +546,8 @@ class DeviceGroup:
 
     def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
-        earlier, self._seen = self._seen, (list(map(self._version, self.parameters)), self._now[1])
+        versions = _versions_of(self.parameters, is_shared=self.is_shared)
+        earlier, self._seen = self._seen, (versions, self._now[1])
         if moved is self._all and not (self._changed and gained is not None):
             return
         self._seen, skipped = (self._seen[0], list(self._seen[1])), self._skipped
@@ -603,9 +607,12 @@ def _is_due(number: float) -> bool:
     return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
 
 
-def _version_with_local(parameter: Tensor) -> int:
-    """Return a version: an operation on a DTensor counts there, or at its local tensor."""
-    return parameter._version + local_part(parameter)._version
+def _versions_of(parameters: list[Tensor], *, is_shared: bool) -> list[int]:
+    """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
+    own = list(map(_VERSION, parameters))
+    if not is_shared:
+        return own
+    return list(map(operator.add, own, map(_VERSION, map(local_part, parameters))))
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:
