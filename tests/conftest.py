@@ -47,6 +47,8 @@ def shown(value: Any) -> str:
     if isinstance(value, torch.Size | tuple | list):
         between = "x" if all(type(item) is int for item in value) else ","
         return between.join(map(shown, value)) or "none"
+    if isinstance(value, set | frozenset):
+        return ",".join(sorted(map(shown, value)))
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | np.ndarray):
