@@ -112,8 +112,8 @@ def use() -> list[tuple[str, str, str]]:
         (
             "a network with a certified bound",
             "`so.nn.ShiftConv2d`, `so.lipschitz_bound`",
-            "CIFAR-10 at 36/255, equal time: [{certified} % certified](docs/certified.md#measured), "
-            "orthogonium {AOC} %".format_map(of),
+            "CIFAR-10 at 36/255, equal time: [{certified} % certified]"
+            "(docs/certified.md#measured), orthogonium {AOC} %".format_map(of),
         ),
         (
             "PCA, Procrustes, a rotation (det +1)",
