@@ -372,7 +372,7 @@ def coupling(
 def limited(
     step: Scalar, size: Tensor, longest: float, reader: Reader, inner: Tensor | None = None
 ) -> tuple[Scalar, float]:
-    """Return the step, shortened so that step^2 xi'xi is at most ``longest``^2, and a bound on it.
+    """Return the step, shortened to at most ``longest``, and a bound on the square of its length.
 
     Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``, ``inner`` X'G.
     """
