@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +192,11 @@ def check_optimizer(value: object, remedy: str) -> Optimizer:
     return value
 
 
+def listing(names: Sequence[str]) -> str:
+    """Return the first twelve names as words of an error message."""
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+
+
 def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
     """Return the owner, the last part of ``name`` and the parameter itself."""
     if not isinstance(name, str):
@@ -217,9 +222,8 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
         names = [each for each, _ in module.named_parameters(remove_duplicate=False)]
         below = [each for each in names if each.startswith(f"{name}.")]  # a module was named
         near = below[:1] or difflib.get_close_matches(name, names, n=3)
-        shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        listed = f"{hint}its parameters are: {shown}" if names else "it has no parameters"
+        listed = f"{hint}its parameters are: {listing(names)}" if names else "it has no parameters"
         kind = type(module).__name__
         raise ValueError(fail("name", f"be a parameter of this {kind}", repr(name), listed))
     if is_lazy(parameter):

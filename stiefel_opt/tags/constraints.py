@@ -26,6 +26,7 @@ from stiefel_opt.errors import (
     fail,
     find_parameter,
     is_factor,
+    listing,
     none_found,
     users_level,
 )
@@ -197,7 +198,7 @@ def _names(module: nn.Module, name: object) -> list[str]:
     if callable(name) or isinstance(name, str):
         chosen = [each for each in chosen if not is_factor(module, each)]
     if not chosen:
-        shown = ", ".join(list(parameters)[:12]) + (", ..." if len(parameters) > 12 else "")
+        shown = listing(list(parameters))
         wanted = f"match a parameter of this {type(module).__name__}"
         given = getattr(name, "__name__", "a function") if callable(name) else repr(name)
         raise ValueError(fail("name", wanted, given, f"its parameters are: {shown or 'none'}"))
