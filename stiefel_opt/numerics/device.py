@@ -460,7 +460,7 @@ class LaggedReader(Reader):
 
 
 class PlannedReader(LaggedReader):
-    """Answers for a step that is captured: bounds on those of a :class:`LaggedReader`.
+    """Answers for a step that is captured: bounds on what a :class:`LaggedReader` would answer.
 
     The captured step may be repeated for as long as they :meth:`still_hold`. Its learning rate is a
     tensor, which the host may know: what grows with it is kept for a learning rate of 1.

@@ -34,7 +34,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_address_for(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
-    """Return what tells where the values of tensors like these lie, or those of our parts."""
+    """Return a function that gives the address of a tensor, of a sharded one that of our part."""
     address = address_for(tensors)
     if not any(map(is_sharded, tensors)):
         return address

@@ -332,7 +332,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         return index
 
     def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:
-        """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
+        """Stack all state anew: the parameters at ``late`` have joined the others."""
         waiting, form = set(index.waiting).difference(late), self._velocity_form()
         layouts: dict[Any, Shards | None] = {}
         weights: dict[torch.device, list[ConstrainedParameter]] = {}

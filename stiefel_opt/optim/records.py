@@ -104,7 +104,7 @@ def gained_by(weights: Any, moved: set[int], done: Moved) -> Tensor:
 
     Args:
         weights: The group that takes the step.
-        moved: The places of those that have moved, or may have.
+        moved: Places of the parameters that moved, or may have moved.
         done: What a step says of each batch.
     """
     verdicts = [(places, ok) for places, ok in done.values() if ok is not None]

@@ -4,8 +4,8 @@ R4 turns the product of an MLP on its way into ``down_proj``. It must act outsid
 wraps this layer: an adapter inside of which W alone is turned cannot be merged into W. So the hook
 of R4 belongs to the MLP, and moves to whatever stands in the place of ``down_proj``.
 
-Two notes name the call that is missing after loading: a buffer, in transformers' load report, and a
-method of quantisation, of which transformers says that it does not know it. A model that is saved
+Two notes name the call that is missing after loading: a buffer, which transformers' load report
+shows, and a method of quantisation that transformers warns of as unknown. A model that is saved
 without the call loses the buffer, not the method.
 """
 

@@ -1,4 +1,4 @@
-"""Curves of orthonormality; those of packages for curves: tests/integrations."""
+"""Curves of orthonormality; loggers of other packages: tests/integrations."""
 
 from __future__ import annotations
 
