@@ -776,6 +776,7 @@ def test_error_does_not_touch_the_host():
         (([1.0],), TypeError, "`x` must be a tensor or a torch.nn.Module, got list"),
         ((nn.Linear(2, 2),), ValueError, "`x` must have a constrained parameter.*so.constrain"),
         ((attention(), Stiefel()), ValueError, "`manifold` must be None for a model"),
+        ((torch.eye(3), "x"), TypeError, "`manifold` must be None or a Stiefel, got 'x'"),
         ((torch.ones(4, 2), Stiefel(heads=3)), ValueError, "`heads of x` must divide its 4 rows"),
     ],
 )
