@@ -88,8 +88,15 @@ ADAM_ONLY = [
     ({"amsgrad": None}, TypeError, "`amsgrad` must be True or False, got None"),
     ({"lr": torch.tensor(0.1), "foreach": True}, ValueError, "`lr` must be a number with foreach"),
 ]
+RADII = [
+    ({"radius": "virtuel"}, ValueError, r"`radius` must be one of \['angle', 'virtual'\]"),
+    ({"radius": 0}, ValueError, r"`radius` must be in \(0, inf\), got 0"),
+    ({"radius": -1}, ValueError, "`radius`"),
+    ({"nesterov": 1}, TypeError, "`nesterov`"),
+]
 TABLES = [
     (ALL, ALL_RULES),
+    (RADII, [ADAM, so.StiefelAdamW]),
     (METRICS, [rule for rule in ALL_RULES if "metric" in OF_CLASS[rule].own]),
     (FLOWS, [rule for rule in ALL_RULES if "transport" in OF_CLASS[rule].own]),
     (SGD_ONLY, [rule for rule in ALL_RULES if OF_CLASS[rule].proportional]),
@@ -179,8 +186,6 @@ LATER = [
         )
     ),
     (SGD, {"lr": torch.ones(2)}, ValueError, r"`lr` must have one element, got shape \(2,\)"),
-    (ADAM, {"radius": "virtuel"}, ValueError, r"`radius` must be one of \['angle', 'virtual'\]"),
-    (ADAM, {"radius": 0}, ValueError, r"`radius` must be in \(0, inf\), got 0"),
     (ADAM, {"nonfinite": "drop"}, ValueError, "`nonfinite` must be one of"),
 ]
 
