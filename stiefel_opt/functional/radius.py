@@ -24,7 +24,7 @@ from stiefel_opt.functional.flows import Move, Scalar
 from stiefel_opt.numerics.device import Reader, reader_for
 from stiefel_opt.numerics.linalg import LOCAL_SUMS, Sums
 
-# Names of state: r^2 - 1; w, c over its first value, mu, and the first value of c.
+# The name of r^2 - 1 in the state.
 GROWTH: Final = "radius_growth"
 
 
@@ -63,15 +63,11 @@ def with_radius(
     decay = (1 - lr * sums.scale * weight_decay) ** 2
     growth, divided, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     # a number costs the rule less
-    number: float | None = None
-    is_one = reader.is_exact and growth.numel() == 1
-    if not isinstance(lr, Tensor):
-        number = growth.item() if is_one else reader.same(GROWTH, growth)
+    number = None if isinstance(lr, Tensor) else reader.same(GROWTH, growth)
     if number is not None:
         number = min(float(number * decay + (lr * lr * n - (1 - decay))), largest)
         divided = lr / math.sqrt(1 + number)
-        if not is_one:
-            reader.keep(GROWTH, number)
+        reader.keep(GROWTH, number)
     else:
         growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
         divided = lr * torch.rsqrt(1 + growth)

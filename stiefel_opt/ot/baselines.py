@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.errors import check_group, check_range, fail
+from stiefel_opt.errors import check_range, check_type, fail
 from stiefel_opt.numerics import retraction, tangent_part
 
 
@@ -27,7 +27,7 @@ class _Ascent(Optimizer):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
-        check_group(param_group)
+        check_type("param_group", param_group, dict, "be a dict")
         group = dict(param_group)
         params = group["params"]
         if not isinstance(params, (Tensor, set)):  # torch refuses a set

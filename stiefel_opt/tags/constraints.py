@@ -128,10 +128,7 @@ def constrain(
         now and then a forward pass, without gradients or of weights that no optimizer steps, where
         these were averaged or merged off the manifold.
     """
-    if not isinstance(module, nn.Module):
-        given = type(module).__name__
-        remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
-        raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
+    check_module("module", module, "call so.constrain(layer, 'weight')")
     check_flag("project", project)
     names_dims = not (row_dims is None and column_dims is None)
     is_said = names_dims or transposed or not (heads is None and rows is None)
