@@ -330,10 +330,7 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
                 if _counts_steps(name):
                     count = torch.as_tensor(value).detach().clone().reshape(())
                     count = count.to(parameter.device)  # saved on a CPU, perhaps
-                    if name == "step" or not (
-                        isinstance(value, Tensor) and count.is_floating_point()
-                    ):
-                        count = count.float()
-                    state[parameter][name] = count
+                    is_narrow = name == "step" or not count.is_floating_point()
+                    state[parameter][name] = count.float() if is_narrow else count
                 elif isinstance(value, Tensor) and parameter.dtype in HALF:
                     state[parameter][name] = value.to(parameter.device, torch.float32)

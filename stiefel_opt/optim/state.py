@@ -124,10 +124,7 @@ class State:
         if self.symmetry not in ("skew", "symmetric"):
             return tensor
         part = linalg.skew(tensor) if self.symmetry == "skew" else linalg.sym(tensor)
-        size, difference = (
-            torch.linalg.vector_norm(each, dim=(-2, -1), keepdim=True)
-            for each in (tensor, tensor - part)
-        )
+        size, difference = map(linalg.frobenius_norm, (tensor, tensor - part))
         return torch.where(difference <= 1e2 * torch.finfo(tensor.dtype).eps * size, tensor, part)
 
 
