@@ -55,7 +55,7 @@ def rollout(
     left, right = transition if isinstance(transition, tuple) else (transition, None)
     _check(inputs, start, left, right, threshold)
     if inputs.is_complex() or is_followed():
-        return _by_autograd(inputs, start, left, right, nonlinearity, threshold)
+        return _outputs(inputs, start, left, right, nonlinearity, threshold)
     outputs: Tensor = _Rollout.apply(inputs, start, left, right, threshold, nonlinearity)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -82,16 +82,15 @@ def _check(
             raise TypeError(fail(name, condition, tensor.dtype, "convert it"))
 
 
-def _activate_(z: Tensor, nonlinearity: str, threshold: Tensor | None) -> Tensor:
-    """Apply the nonlinearity in place."""
+def _activated(z: Tensor, nonlinearity: str, threshold: Tensor | None) -> Tensor:
     if nonlinearity == "tanh":
-        return z.tanh_()
+        return z.tanh()
     if nonlinearity == "relu":
-        return z.relu_()
+        return z.relu()
     if nonlinearity == "abs":
-        return z.abs_()
-    size = z.abs() if threshold is None else z.abs().add_(threshold)
-    return z.sign_().mul_(size.relu_())
+        return z.abs()
+    size = z.abs() if threshold is None else z.abs() + threshold
+    return z.sgn() * size.relu()
 
 
 def _slope(outputs: Tensor, signs: Tensor | None, nonlinearity: str) -> Tensor:
@@ -119,46 +118,28 @@ class _Rollout(torch.autograd.Function):
         threshold: Tensor | None,
         nonlinearity: str,
     ) -> Tensor:
-        outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-        signs = torch.empty_like(outputs, dtype=torch.int8) if nonlinearity == "abs" else None
-        inner = None if right is None else inputs.new_empty(*inputs.shape[:2], right.size(0))
-        hidden, across = start, left.mT
-        for step, (entering, z) in enumerate(zip(inputs.unbind(), outputs.unbind(), strict=True)):
-            if right is None or inner is None:
-                torch.addmm(entering, hidden, across, out=z)
-            else:
-                product = torch.mm(hidden, left, out=inner[step])
-                torch.add(entering, hidden, out=z).addmm_(product, right, alpha=-1.0)
-            if signs is not None:
-                signs[step].copy_(z.sign())
-            hidden = _activate_(z, nonlinearity, threshold)
+        signs = torch.empty_like(inputs, dtype=torch.int8) if nonlinearity == "abs" else None
+        outputs = _outputs(inputs, start, left, right, nonlinearity, threshold, signs)
         ctx.nonlinearity = nonlinearity
-        ctx.save_for_backward(start, left, right, outputs, inner, signs)
+        ctx.save_for_backward(start, left, right, outputs, signs)
         return outputs
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        start, left, right, outputs, inner, signs = ctx.saved_tensors
+        start, left, right, outputs, signs = ctx.saved_tensors
         (grad,) = grads
         wants = ctx.needs_input_grad
         slope = _slope(outputs, signs, ctx.nonlinearity)
-        if torch.is_grad_enabled():  # a graph of the backward: the same steps, not in place
-            deltas, backs, first = _backward_for_graph(grad, slope, left, right)
-        else:
-            deltas, backs, first = _backward(grad, slope, left, right)
+        deltas, backs, first = _backward(grad, slope, left, right)
         grad_left = grad_right = grad_threshold = None
-        steps, before = deltas.flatten(0, 1), outputs[:-1].flatten(0, 1)
-        if right is None:
-            if wants[2]:
-                grad_left = deltas[0].mT @ start + deltas[1:].flatten(0, 1).mT @ before
-        else:
-            if wants[2]:
-                grad_left = -(start.mT @ backs[0] + before.mT @ backs[1:].flatten(0, 1))
-            if wants[3] and torch.is_grad_enabled():
-                inner = torch.cat([(start @ left)[None], outputs[:-1] @ left])
-            if wants[3]:
-                grad_right = -(inner.flatten(0, 1).mT @ steps)
+        steps, before = deltas.flatten(0, 1), torch.cat([start[None], outputs[:-1]]).flatten(0, 1)
+        if wants[2] and right is None:
+            grad_left = steps.mT @ before
+        elif wants[2]:
+            grad_left = -(before.mT @ backs.flatten(0, 1))
+        if wants[3]:
+            grad_right = -((before @ left).mT @ steps)
         if wants[4]:
             grad_threshold = (steps * outputs.sign().flatten(0, 1)).sum(0)
         return deltas, first if wants[1] else None, grad_left, grad_right, grad_threshold, None
@@ -167,55 +148,39 @@ class _Rollout(torch.autograd.Function):
 def _backward(
     grad: Tensor, slope: Tensor, left: Tensor, right: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dL/dz of all steps, written over ``slope``, times C', and dL/dh of the start."""
-    backs = slope if right is None else slope.new_empty(*slope.shape[:2], right.size(0))
-    grads, deltas, inner = grad.unbind(), slope.unbind(), backs.unbind()
-    arriving = grads[-1]
-    for step in range(len(grads) - 1, -1, -1):
-        delta = deltas[step].mul_(arriving)
-        if right is None:
-            arriving = torch.addmm(grads[step - 1], delta, left) if step else delta @ left
-        else:
-            back = torch.mm(delta, right.mT, out=inner[step])
-            arriving = torch.add(grads[step - 1], delta) if step else delta.clone()
-            arriving.addmm_(back, left.mT, alpha=-1.0)
-    return slope, backs, arriving
-
-
-def _backward_for_graph(
-    grad: Tensor, slope: Tensor, left: Tensor, right: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`_backward` returns by operations that autograd can follow."""
+    """Return dL/dz of all steps, the same times C', and dL/dh of the start."""
     deltas, backs = [], []
-    arriving = torch.zeros_like(grad[0])
-    for outer, bend in zip(reversed(grad.unbind()), reversed(slope.unbind()), strict=True):
-        deltas.append((outer + arriving) * bend)
-        backs.append(deltas[-1] if right is None else deltas[-1] @ right.mT)
-        arriving = deltas[-1] @ left if right is None else deltas[-1] - backs[-1] @ left.mT
-    return torch.stack(deltas[::-1]), torch.stack(backs[::-1]), arriving
+    before = [torch.zeros_like(grad[0]), *grad[:-1].unbind()]
+    arriving = grad[-1]
+    for outer, bend in zip(reversed(before), reversed(slope.unbind()), strict=True):
+        deltas.append(arriving * bend)
+        if right is None:
+            arriving = torch.addmm(outer, deltas[-1], left)
+        else:
+            backs.append(deltas[-1] @ right.mT)
+            arriving = torch.addmm(outer + deltas[-1], backs[-1], left.mT, alpha=-1.0)
+    steps = torch.stack(deltas[::-1])
+    return steps, steps if right is None else torch.stack(backs[::-1]), arriving
 
 
-def _by_autograd(
+def _outputs(
     inputs: Tensor,
     start: Tensor,
     left: Tensor,
     right: Tensor | None,
     nonlinearity: str,
     threshold: Tensor | None,
+    signs: Tensor | None = None,
 ) -> Tensor:
-    """The loop in plain operations: for complex tensors, and for what traces or transforms."""
-    hidden, outputs = start, []
-    for entering in inputs.unbind():
-        turned = hidden @ left.mT if right is None else hidden - (hidden @ left) @ right
-        z = entering + turned
-        if nonlinearity == "tanh":
-            hidden = z.tanh()
-        elif nonlinearity == "relu":
-            hidden = z.relu()
-        elif nonlinearity == "abs":
-            hidden = z.abs()
+    """Return all hidden states; write the signs of what the nonlinearity takes into ``signs``."""
+    hidden, outputs, across = start, [], left.mT
+    for step, entering in enumerate(inputs.unbind()):
+        if right is None:
+            z = torch.addmm(entering, hidden, across)
         else:
-            size = z.abs() if threshold is None else z.abs() + threshold
-            hidden = z.sgn() * size.relu()
+            z = torch.addmm(entering + hidden, hidden @ left, right, alpha=-1.0)
+        if signs is not None:
+            signs[step].copy_(z.sign())
+        hidden = _activated(z, nonlinearity, threshold)
         outputs.append(hidden)
     return torch.stack(outputs)

@@ -44,7 +44,7 @@ class CWY(_Reflecting):
 
     Raises:
         ValueError: for L > N, or L < m with m < n.
-    Note: 2.5 products of N x N, backward 4.5, for L = N. No factorisation.
+    Note: 2.5 products of N x N, backward 5.5, for L = N. No factorisation.
     Reference: Likhosherstov et al. (AISTATS 2021).
     """
 
@@ -134,7 +134,7 @@ class TCWY(CWY):
 
     Args:
         manifold, generator: as in :class:`Parametrization`.
-    Note: 4 n m^2 + m^3 flops, the least of the maps of tall matrices; backward 6 n m^2.
+    Note: 4 n m^2 + m^3 flops, the least of the maps of tall matrices; backward 8 n m^2.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
 

@@ -20,17 +20,11 @@ Reference: Likhosherstov et al., CWY Parametrization (AISTATS 2021, arXiv 2004.0
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from stiefel_opt.errors import counted, fail
-from stiefel_opt.numerics import full_precision, no_autocast, readable
-
-_PANELS = 256  # from this size on a triangle of a product, by panels, is cheaper than the whole
-_PANEL = 64  # rows of a panel at least: products with fewer are slow
+from stiefel_opt.numerics import full_precision, readable
 
 
 @full_precision
@@ -49,10 +43,9 @@ def householder(vectors: Tensor, columns: int | None = None, *, skip_zeros: bool
     Reference: Mhammedi et al. (ICML 2017).
     """
     columns = _check_vectors(vectors, columns)
-    lengths = (vectors.conj() * vectors).real.sum(-2, keepdim=True)  # abs has no curvature at 0
-    lengths = _nonzero(lengths, skip_zeros)
+    lengths = (vectors.conj() * vectors).real.sum(-2)  # abs has no curvature at 0
     result = _leading_columns(vectors, columns)
-    scaled = vectors * (2 / lengths)
+    scaled = vectors * (2 / _nonzero(lengths, skip_zeros)).unsqueeze(-2)
     for index in reversed(range(vectors.size(-1))):
         vector = vectors[..., index : index + 1]
         result = result - scaled[..., index : index + 1] @ (vector.mH @ result)
@@ -73,7 +66,7 @@ def cwy(vectors: Tensor, columns: int | None = None, *, skip_zeros: bool = False
     Raises:
         ValueError: for L > N, or a zero vector (looked at on the CPU only).
     Note: 2 N L^2 flops for the Gram matrix, L^2 M for the solve, 2 N L M for the product: for
-        L = N 2.5 products of N x N, and 4.5 for the backward, which can be differentiated.
+        L = N 2.5 products of N x N, and 5.5 for the backward.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
     """
     return _compact(vectors, _check_vectors(vectors, columns), skip_zeros)
@@ -90,7 +83,7 @@ def tcwy(vectors: Tensor, *, skip_zeros: bool = False) -> Tensor:
     Returns: Matrices with orthonormal columns, ``(..., N, M)``: all of them, if real with M < N.
     Raises:
         ValueError: for M > N, or a zero vector (looked at on the CPU only).
-    Note: 4 N M^2 + M^3 flops (published: 7/3 M^3, by an inverse); the backward 6 N M^2 + O(M^3).
+    Note: 4 N M^2 + M^3 flops (published: 7/3 M^3, by an inverse); the backward 8 N M^2 + O(M^3).
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
     return _compact(vectors, _check_vectors(vectors, int(vectors.size(-1))), skip_zeros)
@@ -163,110 +156,13 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
 
 def _compact(vectors: Tensor, columns: int, skip_zeros: bool) -> Tensor:
     """Return the first ``columns`` columns of I - V S^-1 V'."""
-    batch = vectors.reshape(-1, *vectors.shape[-2:])
-    result: Tensor
-    if torch.compiler.is_exporting():  # strictly, which drops the backward of a function
-        solved = _solved(batch, columns, skip_zeros)[1]
-        result = _leading_columns(batch, columns) - batch @ solved
-        return result.reshape(*vectors.shape[:-1], columns)
-    result, half_gram, _ = _Compact.apply(batch, columns, skip_zeros)  # type: ignore[no-untyped-call]
-    lengths = half_gram.diagonal(dim1=-2, dim2=-1).real
-    check_lengths(lengths.reshape(*vectors.shape[:-2], -1))
-    return result.reshape(*vectors.shape[:-1], columns)
-
-
-def _solved(vectors: Tensor, columns: int, skip_zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return S, its strict lower triangle not to be read, and Y = S^-1 V1', V1 the top of V."""
-    # From the right: the faster one of the two ways on a CPU, for operands laid out as here.
-    half_gram = _upper_product(vectors.mH, vectors)
-    diagonal = half_gram.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-    if skip_zeros:  # the rest of such a row and column is zero
-        diagonal.masked_fill_(diagonal == 0, 1.0)
+    gram = vectors.mH @ vectors
+    lengths = _nonzero(gram.diagonal(dim1=-2, dim2=-1).real, skip_zeros)
+    half_gram = torch.triu(gram, 1) + torch.diag_embed(lengths.to(gram.dtype) / 2)
     top = vectors.narrow(-2, 0, columns)
+    # From the right: the faster one of the two ways on a CPU, for operands laid out as here.
     solved: Tensor = torch.linalg.solve_triangular(half_gram.mH, top, upper=False, left=False)
-    return half_gram, solved.mH
-
-
-def _upper_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right; for large matrices its upper triangle only, in about eight panels."""
-    size = left.size(-2)
-    if size < _PANELS or len(left) > 1 or torch.is_grad_enabled():
-        return torch.bmm(left, right)
-    result = left.new_zeros(1, size, size)
-    rows, columns, target = left[0], right[0], result[0]
-    width = max(_PANEL, size // 8)
-    for start in range(0, size, width):
-        stop = start + width
-        target[start:stop, start:] = rows[start:stop] @ columns[:, start:]
-    return result
-
-
-class _Compact(torch.autograd.Function):
-    r"""Q1 = E - V Y with Y = S^{-1} V_1' and E, V_1 the leading columns of I and rows of V.
-
-    Batches ``(k, N, L)``. For the gradient G, with :math:`R = S^{-H} V' G` and K = triu(R Y'), its
-    diagonal halved,
-
-        dL/dV = V (K + K') - G Y' - [R'; 0],
-
-    from :math:`dQ_1 = -dV\,Y - V S^{-1} dV_1' + V S^{-1} dS\,Y` and S + S' = V'V. For L = N that
-    is 2.5 products of N x N forward and 4.5 backward.
-    """
-
-    @staticmethod
-    @override
-    def forward(vectors: Tensor, columns: int, skip_zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
-        half_gram, solved = _solved(vectors, columns, skip_zeros)
-        unread = vectors.new_empty(1, 1, 1)
-        result = torch.baddbmm(unread, vectors, solved, beta=0.0, alpha=-1.0)
-        result.diagonal(dim1=-2, dim2=-1).add_(1)
-        return result, half_gram, solved
-
-    @staticmethod
-    @override
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options = inputs[1:]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(inputs[0], *output[1:])
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        vectors, half_gram, solved = ctx.saved_tensors
-        grad = grads[0]
-        if grad is None:
-            return None, None, None
-        with no_autocast(vectors):
-            if torch.is_grad_enabled():  # a graph of the backward is wanted: let it see V in S, Y
-                half_gram, solved = _solved(vectors, *ctx.options)
-            return _pull_back(vectors, half_gram, solved, grad), None, None
-
-    @staticmethod
-    @override
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], vectors: Tensor, columns: int, skip_zeros: bool
-    ) -> tuple[tuple[Tensor, ...], int]:
-        batched = vectors.movedim(in_dims[0], 0) if in_dims[0] is not None else vectors[None]
-        flat = _Compact.apply(batched.flatten(0, -3), columns, skip_zeros)  # type: ignore[no-untyped-call]
-        return tuple(part.unflatten(0, batched.shape[:-2]) for part in flat), 0
-
-
-def _pull_back(vectors: Tensor, half_gram: Tensor, solved: Tensor, grad: Tensor) -> Tensor:
-    """Return dL/dV of the class above."""
-    right = torch.bmm(vectors.mH, grad).mH  # G'V in the layout that the solve takes without a copy
-    back = torch.linalg.solve_triangular(half_gram, right, upper=True, left=False)  # R'
-    upper = torch.triu(_upper_product(back.mH, solved.mH))
-    upper.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-    result: Tensor = torch.bmm(vectors, upper + upper.mH)
-    if torch.is_grad_enabled():
-        result = torch.baddbmm(result, grad, solved.mH, alpha=-1.0)
-    else:
-        result.baddbmm_(grad, solved.mH, alpha=-1.0)
-    if len(back) == 1:  # torch transposes a single matrix by blocks, a batch number by number
-        back = back[0].contiguous().unsqueeze(0)
-    result.narrow(-2, 0, grad.size(-1)).sub_(back)
-    return result
+    return _leading_columns(vectors, columns) - vectors @ solved.mH
 
 
 def _leading_columns(vectors: Tensor, columns: int) -> Tensor:
@@ -290,10 +186,10 @@ def _check_vectors(
 
 
 def _nonzero(lengths: Tensor, skip_zeros: bool) -> Tensor:
-    """Return squared lengths ``(..., 1, L)`` with ones for zeros; raise for zeros otherwise."""
+    """Return squared lengths ``(..., L)`` with ones for zeros; raise for zeros otherwise."""
     if skip_zeros:
         return lengths.masked_fill(lengths == 0, 1.0)
-    check_lengths(lengths.squeeze(-2))
+    check_lengths(lengths)
     return lengths
 
 

@@ -43,10 +43,10 @@ from stiefel_opt.tags import (
     inner_optimizers,
     is_own,
     mark_unconstrained,
-    nearest,
     reading_by,
     recalled,
     stacks_of,
+    to_nearest_,
     trust,
 )
 
@@ -326,9 +326,7 @@ class _Keeper:
 
     def _project(self, weights: list[_Weight]) -> None:
         for weight in weights:
-            point = nearest(weight.parameter, weight.reading, weight.called())
-            if point is not None:
-                weight.parameter.copy_(point)
+            to_nearest_(weight.parameter, weight.reading, weight.called())
 
     def _here(self) -> list[Tensor]:
         """Return the values of the parameters in new memory, in float32 at least."""
@@ -348,7 +346,7 @@ class _Keeper:
         for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
             grad = _finite(widened(stack.read(whole)), self._is_scaled)
             with exact_products(point):
-                x = _unscaled(point, stack)
+                x = point / stack.scale
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
                 tangents = tangent_part(x, grad)
@@ -472,10 +470,6 @@ def _finite(grad: Tensor, is_expected: bool) -> Tensor:
     return torch.where(ok, grad, 0.0)
 
 
-def _unscaled(matrices: Tensor, stack: Stack) -> Tensor:
-    return matrices if stack.scale == 1.0 else matrices / stack.scale
-
-
 def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the optimizer") -> Tensor:
     """Write the retraction of what has moved from ``point``, and return the tangent vectors.
 
@@ -486,10 +480,9 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     size = step.abs().amax(dim=(-2, -1), keepdim=True)
     reads = reader_for(size).is_exact
     least, largest = map(float, torch.aminmax(size)) if reads else (0.0, math.inf)
-    x, step = _unscaled(point, stack), _unscaled(_measured(step, size, largest, stack.scale), stack)
+    x, step = point / stack.scale, _measured(step, size, largest, stack.scale) / stack.scale
     new_point, tangent = _retracted(x, tangent_part(x, step))
-    if stack.scale != 1.0:
-        new_point = new_point * stack.scale
+    new_point = stack.scale * new_point
     if reads and least != 0 and bool(torch.isfinite(new_point.sum())):  # NaN has moved
         stack.write(values, new_point)
         return tangent

@@ -359,16 +359,6 @@ def test_functional_transforms():
     torch.testing.assert_close(each, alone, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("function", [cwy, tcwy])
-def test_backward_inside_autocast_computes_in_float32(function):
-    vectors = gaussian(8, 3, dtype=torch.float32).requires_grad_()
-    weight = gaussian(*function(vectors).shape, seed=1, dtype=torch.float32)
-    (expected,) = torch.autograd.grad(function(vectors), vectors, weight)
-    with torch.autocast("cpu", torch.bfloat16):
-        (found,) = torch.autograd.grad(function(vectors), vectors, weight)
-    assert torch.equal(found, expected)
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 

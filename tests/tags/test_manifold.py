@@ -12,6 +12,7 @@ import torch
 from contract import through_file
 from optimizers import BY_CLOSURE
 from torch import nn
+from training import closure_of
 
 import stiefel_opt as so
 from stiefel_opt.tags.manifold import manifold_of
@@ -130,14 +131,7 @@ def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
 def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(kind):
     layer = so.constrain(nn.Linear(6, 4))
     optimizer = BY_CLOSURE[kind](so.param_groups(nn.ModuleList([layer]))[1:])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = layer(torch.ones(2, 6)).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    optimizer.step(closure_of(optimizer, lambda: layer(torch.ones(2, 6)).square().sum()))
     group = optimizer.param_groups[0]
     assert group["stiefel"] == {}
     assert so.orthonormality_error(layer) < 1e-5
