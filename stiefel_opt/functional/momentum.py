@@ -137,7 +137,7 @@ def sgd(
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return rotate_square(X, lambda: direction, new_Z, lr, carry, reader)
-    mu = coupling(Z, momentum, lr, a, reader)
+    mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
         B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
         if mu is not None:

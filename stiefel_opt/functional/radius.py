@@ -63,11 +63,15 @@ def with_radius(
     decay = (1 - lr * sums.scale * weight_decay) ** 2
     growth, divided, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     # a number costs the rule less
-    number = None if isinstance(lr, Tensor) else reader.same(GROWTH, growth)
+    number: float | None = None
+    is_one = reader.is_exact and growth.numel() == 1
+    if not isinstance(lr, Tensor):
+        number = growth.item() if is_one else reader.same(GROWTH, growth)
     if number is not None:
         number = min(float(number * decay + (lr * lr * n - (1 - decay))), largest)
         divided = lr / math.sqrt(1 + number)
-        reader.keep(GROWTH, number)
+        if not is_one:
+            reader.keep(GROWTH, number)
     else:
         growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
         divided = lr * torch.rsqrt(1 + growth)
