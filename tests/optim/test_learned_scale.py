@@ -52,7 +52,7 @@ def test_other_rules_find_it_too(name: str) -> None:
     rule, options = MORE[name]
     parameter = weight("heads")
     target, factors = target_of(parameter)
-    fit(parameter, rule([{"params": [parameter], "scale_pull": 0.0}], **options), target)
+    fit(parameter, rule([parameter], scale_pull=0.0, **options), target)
     torch.testing.assert_close(scales(parameter, parameter.manifold), factors, rtol=0.02, atol=0.0)
     assert float(so.orthonormality_error(parameter)) < 1e-12
 
