@@ -29,9 +29,9 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_integer
 from stiefel_opt.functional import (
-    PULL,
     METRICS,
     NORMAL,
+    PULL,
     SKEW,
     Length,
     Move,
@@ -257,7 +257,8 @@ class CayleySGD(_Iterated, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, scale_pull, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         steps: Iterations of the Cayley map. Default: 2.
         exact: Solve for it instead. Default: no.
 
@@ -321,7 +322,8 @@ class CayleyAdam(_Iterated, AdamLike):
 
     Args:
         params, lr, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused,
-            decoupled_weight_decay, scale_pull, nonfinite, stiefel, cuda_graph: As in :class:`StiefelAdam`.
+            decoupled_weight_decay, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelAdam`.
         betas, eps: As in ``torch.optim.Adam``, for both kinds; ``eps`` is under the root for
             constrained parameters. The paper has betas of 0.9 and 0.99.
         steps, exact: As in :class:`CayleySGD`.

@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice
 from stiefel_opt.functional import (
-    PULL,
     NORMAL,
+    PULL,
     SKEW,
     Move,
     Scalar,
@@ -136,7 +136,8 @@ class ProjectedRGD(SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, scale_pull, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, metric, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         retraction: "cayley", "qr" or "polar".
 
     Raises:

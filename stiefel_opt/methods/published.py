@@ -57,9 +57,9 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice
 from stiefel_opt.functional import (
-    PULL,
     METRICS,
     NORMAL,
+    PULL,
     SKEW,
     Length,
     Move,
@@ -350,7 +350,8 @@ class PublishedSGD(_Published, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, scale_pull, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, metric, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         rotation: How X turns within its span: "euler", "cayley" or "expm".
 
     Raises:

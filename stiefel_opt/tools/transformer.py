@@ -199,11 +199,13 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
         blocks = [f"{name}.{place}" for name, each in same for place in range(len(each))]
     if blocks:
         return blocks
-    above = [".".join(parts[:length]) for length in range(len(parts))]
-    kinds = [
-        type(model.get_submodule(each)).__name__.lower().rstrip("0123456789v") for each in above
+    holders = [".".join(parts[:length]) for length in range(len(parts))]
+    classes = [type(model.get_submodule(each)).__name__.lower() for each in holders]
+    named = [
+        each
+        for each, kind in zip(holders, classes, strict=True)
+        if kind.rstrip("0123456789v").endswith(_BLOCKS)
     ]
-    named = [each for each, kind in zip(above, kinds, strict=True) if kind.endswith(_BLOCKS)]
     return named[-1:]
 
 
