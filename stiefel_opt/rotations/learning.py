@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -457,7 +458,7 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
         raise TypeError(fail("batches", wanted, kind, "put it into a list"))
     data: list[dict[str, Tensor]] = []
     for number, batch in enumerate(itertools.islice(batches, steps)):
-        if number == MOST and steps is None and not _has_length(batches):
+        if number == MOST and steps is None and not operator.length_hint(batches):
             given, remedy = f"more than {MOST} from an iterator", "pass steps, or a list"
             raise ValueError(fail("batches", "come to an end", given, remedy))
         content = {"input_ids": batch} if isinstance(batch, Tensor) else batch
@@ -475,14 +476,6 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
     if not data:
         raise ValueError(fail("batches", "hold at least one batch", "none"))
     return data
-
-
-def _has_length(batches: Iterable[Any]) -> bool:
-    try:
-        len(batches)  # type: ignore[arg-type]
-    except TypeError:  # also of a data loader of a stream
-        return False
-    return True
 
 
 def _check_mask(name: str, mask: object, ids: Tensor) -> None:

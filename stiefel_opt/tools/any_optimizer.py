@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -227,12 +226,9 @@ class _Keeper:
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Hook before a step: make gradients tangent, now or behind the closure."""
-        if self._points:
-            if _is_within_step(optimizer):
-                self._depth += 1
-                return None
-            self._depth = 0  # an exception has ended the step before
-            self.after(optimizer)
+        if self._points:  # a step that raises goes back, so that this one is within another
+            self._depth += 1
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self.recall(optimizer)
         weights = _constrained(optimizer)
@@ -390,17 +386,6 @@ class _Keeper:
             return loss
 
         return evaluate
-
-
-def _is_within_step(optimizer: Optimizer) -> bool:
-    """Say whether a step of ``optimizer`` has called this one, as that of a subclass does."""
-    code: Any = getattr(type(optimizer).step, "__code__", None)  # one for all hooked steps
-    frame: Any = sys._getframe(1)
-    count = 0
-    while frame is not None and count < 2:
-        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count > 1
 
 
 def _key(weight: _Weight) -> tuple[int, Stiefel]:

@@ -27,6 +27,7 @@ from scale_cases import (
     weight,
 )
 from torch import Tensor, nn
+from training import train as descend
 
 import stiefel_opt as so
 from stiefel_opt.functional.learned_scale import CAP, PULL
@@ -53,7 +54,7 @@ def test_other_rules_find_it_too(name: str) -> None:
     rule, options = MORE[name]
     parameter = weight("heads")
     target, factors = target_of(parameter)
-    fit(parameter, rule([{"params": [parameter], "scale_pull": 0.0}], **options), target)
+    fit(parameter, rule([parameter], scale_pull=0.0, **options), target)
     torch.testing.assert_close(scales(parameter, parameter.manifold), factors, rtol=0.02, atol=0.0)
     assert float(so.orthonormality_error(parameter)) < 1e-12
 
@@ -150,12 +151,9 @@ def test_a_factorised_layer_trains_its_floating_scale() -> None:
     opt = so.StiefelSGD(layer.parameters(), lr=0.3, scale_pull=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 1e-3, 300)
     for _ in range(300):
-        opt.zero_grad()
-        (layer(inputs) - inputs @ target.T).square().mean().backward()
-        opt.step()
+        (loss,) = descend(opt, lambda: (layer(inputs) - inputs @ target.T).square().mean())
         schedule.step()
-    loss = (layer(inputs) - inputs @ target.T).square().mean().detach()
-    assert float(loss) < 1e-4
+    assert loss < 1e-4
     assert float(g_of(layer.weight)) == pytest.approx(3.0, rel=1e-2)
 
 

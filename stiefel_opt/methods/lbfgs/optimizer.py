@@ -104,21 +104,13 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
     ) -> None:
         self._own_defaults = {"nonfinite": nonfinite, "stiefel": stiefel}
         numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
-        if isinstance(params, set):  # its parameters are the entries of one point
-            raise TypeError(fail("params", "have an order", "a set", "pass a list"))
-        super().__init__(params, *numbers, line_search_fn)
+        super().__init__(_in_order(params), *numbers, line_search_fn)
         self.warn_if_nothing_is_constrained()
 
     @override
     def check_options(self, group: Group) -> None:
         """Raise for options that make no sense."""
-        for name in ("max_iter", "max_eval", "history_size"):
-            check_count(name, group[name])
-        for name in ("tolerance_grad", "tolerance_change"):
-            check_range(name, group[name], -math.inf)
-        if group["line_search_fn"] is not None:
-            check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
-        check_choice("nonfinite", group["nonfinite"], _NONFINITE)
+        _check_options(group)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -146,9 +138,7 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
             TypeError: without a closure, or if it returns no number.
             ValueError: if it leaves no gradient, and for parameters that are not finite.
         """
-        if not callable(closure):
-            remedy = "L-BFGS evaluates the loss several times in a step"
-            raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
+        _check_closure(closure)
         group = self.param_groups[0]
         self.check_options(group)
         self._tags = recalled(self._params, self.__dict__.get("_tags", {}))
@@ -156,36 +146,12 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
         _fit_state(self.state, self._params, readings)
         if not any(readings):
             return _step_of_torch(self, closure)
-        point = Point(self._params, readings, self.state)
-        _settle(self, point)
-        run = Run(point, group, torch.enable_grad()(closure))
-        returned = run.run()
-        for parameter, angle in run.line.angles().items() if run.line is not None else ():
-            self.state[parameter]["angle"] = angle
-        if run.failure:
-            warnings.warn(run.failure, stacklevel=users_level())
-        if not run.is_finite:
-            _report_nonfinite(self, point)
-        return returned
+        return _step_on_manifold(self, Point(self._params, readings, self.state), closure)
 
     @override
     def readings_of(self, group: Group) -> list[Stiefel | None]:
         """Return how each parameter is read; raise for those that cannot be constrained here."""
-        readings, parameters = super().readings_of(group), group["params"]
-        names = self.names_of(parameters) if any(readings) else ()
-        for called, parameter, manifold in zip(names, parameters, readings, strict=False):
-            if is_sharded(parameter):
-                remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
-                raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
-            if manifold is not None and parameter.dtype in HALF:
-                wanted = "be of float32 or float64 for StiefelLBFGS"
-                remedy = "convert it: differences of its gradients would be rounding"
-                raise TypeError(fail(called, wanted, parameter.dtype, remedy))
-            if parameter.dtype.to_real() != (precision := parameters[0].dtype.to_real()):
-                wanted = f"be as precise as the first parameter, {precision}"
-                remedy = "convert all to one precision: they share one memory"
-                raise TypeError(fail(called, wanted, parameter.dtype, remedy))
-        return readings
+        return _checked(super().readings_of(group), self.names_of(group["params"]), group)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -218,8 +184,70 @@ class StiefelLBFGS(LBFGS, TaggedOptimizer):
 # ---- what the class looks after ------------------------------------------------------------------
 
 
+def _in_order(params: ParamsT) -> ParamsT:
+    """Return ``params``; raise for a set: they are the entries of one point."""
+    if isinstance(params, set):
+        raise TypeError(fail("params", "have an order", "a set", "pass a list"))
+    return params
+
+
+def _check_closure(closure: object) -> None:
+    """Raise unless the loss can be evaluated."""
+    if not callable(closure):
+        remedy = "L-BFGS evaluates the loss several times in a step"
+        raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
+
+
+def _check_options(group: Group) -> None:
+    """Raise for options that make no sense."""
+    for name in ("max_iter", "max_eval", "history_size"):
+        check_count(name, group[name])
+    for name in ("tolerance_grad", "tolerance_change"):
+        check_range(name, group[name], -math.inf)
+    if group["line_search_fn"] is not None:
+        check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
+    check_choice("nonfinite", group["nonfinite"], _NONFINITE)
+
+
+def _checked(
+    readings: list[Stiefel | None], names: Sequence[str], group: Group
+) -> list[Stiefel | None]:
+    """Return the readings; raise where one is tagged, for those that cannot share its memory."""
+    parameters = group["params"]
+    if not any(readings):
+        return readings
+    for called, parameter, manifold in zip(names, parameters, readings, strict=True):
+        if is_sharded(parameter):
+            remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
+            raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
+        if manifold is not None and parameter.dtype in HALF:
+            wanted = "be of float32 or float64 for StiefelLBFGS"
+            remedy = "convert it: differences of its gradients would be rounding"
+            raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+        if parameter.dtype.to_real() != (precision := parameters[0].dtype.to_real()):
+            wanted = f"be as precise as the first parameter, {precision}"
+            remedy = "convert all to one precision: they share one memory"
+            raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+    return readings
+
+
 def _as_data(readings: Sequence[Stiefel | None]) -> list[Any]:
     return [None if manifold is None else manifold.as_dict() for manifold in readings]
+
+
+def _step_on_manifold(optimizer: StiefelLBFGS, point: Point, closure: Closure) -> Any:
+    """Do what :meth:`StiefelLBFGS.step` does where a parameter is constrained."""
+    group = optimizer.param_groups[0]
+    _settle(optimizer, point)
+    run = Run(point, group, torch.enable_grad()(closure))
+    returned = run.run()
+    for parameter, angle in run.line.angles().items() if run.line is not None else ():
+        point.states[parameter]["angle"] = angle
+    if run.failure:
+        warnings.warn(run.failure, stacklevel=users_level())
+    if not run.is_finite:
+        _report_nonfinite(optimizer, point)
+    return returned
 
 
 def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | None]) -> None:
