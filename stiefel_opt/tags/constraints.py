@@ -101,8 +101,9 @@ def constrain(
             a matrix, sqrt(out / in) of a linear layer: then outputs of a tall one are as large as
             inputs, by their root mean squares.
         learn_scale: The weight is g Q: Q is orthonormal and the number g, one for each matrix, is
-            trained, from ``scale`` on, to which the optimizer pulls it back. Loading values does
-            not move that start. See :mod:`stiefel_opt.functional.learned_scale`. Default: no.
+            trained, from ``scale`` on, to which the optimizer pulls it back. With "keep" a matrix
+            that is g Q already keeps its own g. Loading values does not move that start. See
+            :mod:`stiefel_opt.functional.learned_scale`. Default: no.
         determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
             A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
             as it comes: the nearest point, of either sign.
@@ -149,7 +150,7 @@ def constrain(
     if flatten is None:
         warn_of_batches(module, asked)
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
-    apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
+    apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 
 
@@ -227,7 +228,10 @@ def check_value(
 def apply_readings(
     module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True, keeps: bool = False
 ) -> dict[str, float | None]:
-    """Project, record and tag parameters by name, all checked; return how far each has moved."""
+    """Project, record and tag parameters by name, all checked; return how far each has moved.
+
+    With ``keeps`` a scale is that of the value: of one that is loaded, or learned of each matrix.
+    """
     asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
     zero: list[str] = []
@@ -237,14 +241,14 @@ def apply_readings(
         moved[name] = None
         if project and has_values(parameter):
             tells = bool(parameter.any())
-            point, share = points.nearest(name, parameter, reading, tells=tells)
+            point, share = points.nearest(name, parameter, reading, tells=tells, keeps=keeps)
             if share == math.inf:
                 zero.append(name)
             else:
                 moved[name] = share
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
-        record(owner, leaf, reading, keeps=keeps)
+        record(owner, leaf, reading, keeps=keeps and not reading.learn_scale)
         owner.__dict__.setdefault(MOVED, {})[leaf] = moved[name]
         tag(parameter, reading)
         vars(parameter).pop("is_unconstrained", None)

@@ -53,11 +53,6 @@ def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return torch.stack([gram_error(points).amax() for points in reading.points(tensor)]).amax()
 
 
-def at_start(reading: Stiefel) -> Stiefel:
-    """Return a reading by which a weight is projected when it is constrained: g is its start."""
-    return replace(reading, learn_scale=False) if reading.learn_scale else reading
-
-
 @torch.no_grad()
 def nearest(
     tensor: Tensor,
@@ -66,11 +61,12 @@ def nearest(
     remedy: str = "initialise it first",
     *,
     tells: bool = False,
+    starts: bool = False,
 ) -> Tensor | None:
     """Return a copy of ``tensor`` with every matrix off the manifold replaced by the nearest point.
 
     None if all are on it up to rounding; those that are keep their bits. A scale that is learned
-    becomes the mean singular value.
+    becomes the mean singular value; with ``starts`` that of the reading.
 
     Raises:
         ValueError: for values that are not finite, naming ``name``.
@@ -93,7 +89,7 @@ def nearest(
                 gaps[off] = gap
                 warn_if_not_unique(name, gaps)
             scale: Any = reading.scale
-            if reading.learn_scale:
+            if reading.learn_scale and not starts:
                 scale = mean_singular_value(matrices[off], factor)
             projected[off] = scale * factor
             reading.parts(result)[index].copy_(reading.stored(projected, part.shape, index))

@@ -17,6 +17,7 @@ from scale_cases import (
     LAYOUTS,
     MORE,
     RULES,
+    each_matrix,
     fit,
     g_of,
     net,
@@ -336,6 +337,37 @@ def test_points_of_a_learned_scale() -> None:
     assert so.Stiefel.from_dict(reading.as_dict()) == reading
     with pytest.raises(TypeError, match="learn_scale"):
         so.Stiefel(learn_scale=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trained_weight_that_is_constrained_again_keeps_its_scales(layout: str) -> None:
+    parameter = weight(layout)
+    reading, value = parameter.manifold, target_of(parameter)[0]
+    options = {"flatten": False, **LAYOUTS[layout][1], "learn_scale": True}
+    options.pop("dtype", None)
+
+    def constrained(value: Tensor, scale: Any) -> so.ManifoldParameter:
+        holder = nn.ParameterDict({"w": nn.Parameter(value.clone())})
+        return so.constrain(holder, "w", **{**options, "scale": scale})["w"]
+
+    assert_same(constrained(value, "keep").detach(), value)
+    with pytest.warns(UserWarning, match="seems trained.*scale='keep'"):
+        reset = constrained(value, 3.0)
+    near = 1e-2 if value.dtype == torch.bfloat16 else 1e-9
+    expected = torch.full_like(scales(value, reading), 3.0)
+    torch.testing.assert_close(scales(reset, reading), expected, rtol=near, atol=0)
+
+    own = reading.matrices(reading.parts(spoiled := value.clone())[0], 0)
+    own[(*(0,) * (own.ndim - 2), slice(None), 0)] *= 1.1  # one column of one matrix
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may seem trained, and moves
+        mended = constrained(spoiled, "keep")
+    assert_same(each_matrix(mended, reading)[1:], each_matrix(value, reading)[1:])
+    assert float(scales(mended, reading)[0]) == pytest.approx(mended.manifold.scale, rel=near)
+
+
+def test_a_fresh_weight_of_vectors_is_not_taken_for_a_trained_one() -> None:
+    assert not warnings_of(lambda: so.constrain(nn.Linear(64, 1), learn_scale=True))
 
 
 def test_a_report_shows_the_scales_and_the_error_of_what_they_multiply() -> None:
