@@ -11,10 +11,10 @@ import torch
 from cases import in_turn, pairwise
 from optimizers import OF_CLASS
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 
-RADII = ("virtual", "angle", 1.0, 2.5)
 DECOUPLED = {"decoupled_weight_decay": True, "weight_decay": 0.01}
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "radius": (so.StiefelAdam, {"lr": 0.1}),
@@ -54,14 +54,7 @@ def leading(parameter: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def descend(parameter: Tensor, optimizer: Any, steps: int, factor: float = 1.0) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = leading(parameter, factor)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()) / factor)
-    return losses
+    return [loss / factor for loss in train(optimizer, lambda: leading(parameter, factor), steps)]
 
 
 @functools.cache
@@ -125,18 +118,6 @@ def test_small_steps_are_not_lost_in_the_rounding_of_the_radius() -> None:
     assert math.isclose(float(growth), 300 * 8e-10, rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("radius", RADII)
-def test_a_radius_divides_the_learning_rate(radius: str | float) -> None:
-    """The first step, and each of a constant radius, is that of lr / r with radius 1."""
-    lr, n = 0.3, 12
-    r = {"virtual": math.sqrt(1 + n * lr**2), "angle": math.sqrt(n)}.get(str(radius), radius)
-    steps = 1 if radius == "virtual" else 5
-    one, other = weight((n, 3)), weight((n, 3))
-    descend(one, make("radius", one, lr=lr, radius=radius), steps)
-    descend(other, make("radius", other, lr=lr / float(r), radius=1.0), steps)
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
-
-
 def test_only_a_virtual_radius_grows() -> None:
     radii: list[dict[str, Any]] = [{}, {"radius": "virtual"}, {"radius": 1.0}]
     weights = [weight((9, 3)) for _ in radii]
@@ -146,22 +127,6 @@ def test_only_a_virtual_radius_grows() -> None:
         sum(leading(p) for p in weights).backward()  # type: ignore[union-attr]
         optimizer.step()
         assert list(optimizer.radii_of()) == has_radius
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_last_step_is_measured_along_the_direction_that_was_taken(
-    shape: tuple[int, ...], nesterov: bool
-) -> None:
-    parameter = weight(shape)
-    optimizer = make("radius", parameter, lr=0.01, nesterov=nesterov)
-    descend(parameter, optimizer, 1)
-    for _ in range(4):
-        before = parameter.detach().clone()
-        descend(parameter, optimizer, 1)
-        chord = float(torch.linalg.matrix_norm(parameter.detach() - before, 2).max())
-        angle = optimizer.angles_of()[parameter]
-        assert math.isclose(angle, 2 * math.asin(chord / 2), rel_tol=2e-3)
 
 
 # ---- friction and factor -------------------------------------------------------------------------

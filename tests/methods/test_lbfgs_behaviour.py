@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -286,20 +287,13 @@ def test_a_loss_that_is_a_small_difference_of_large_sums_ends_without_a_warning(
         A = (data.mT @ data).to(dtype)
         X = so.ManifoldParameter(so.random_point(9, 3, generator=generator, dtype=dtype))
         optimizer = so.StiefelLBFGS([X], max_iter=50, tolerance_change=0.0, tolerance_grad=0.0)
-
-        def closure(A: Tensor = A, X: Tensor = X, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            if kind == "plain":
-                loss = A.trace() - (X * (A @ X)).sum()
-            elif kind == "projector":
-                loss = (A @ (torch.eye(9, dtype=A.dtype) - X @ X.mT)).trace()
-            else:
-                loss = (1e4 - (X * (A @ X)).sum()) - (1e4 - A.trace())
-            loss.backward()
-            return loss
-
+        losses: dict[str, Callable[..., Tensor]] = {
+            "plain": lambda A, X: A.trace() - (X * (A @ X)).sum(),
+            "projector": lambda A, X: (A @ (torch.eye(9, dtype=A.dtype) - X @ X.mT)).trace(),
+            "shifted": lambda A, X: (1e4 - (X * (A @ X)).sum()) - (1e4 - A.trace()),
+        }
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, partial(losses[kind], A, X)))
         assert X.grad is not None
         assert bool(X.grad.isfinite().all())
         values = torch.linalg.eigvalsh(A.double())
@@ -460,14 +454,9 @@ def test_autocast_does_not_reach_the_step() -> None:
 def test_another_precision_starts_the_memory_anew() -> None:
     layer = so.constrain(nn.Linear(3, 6, dtype=F64))
     optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=3)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        x = torch.ones(1, 3, dtype=layer.weight.dtype)
-        loss = (layer(x) ** 2 - 1).square().sum()
-        loss.backward()
-        return loss.item()
-
+    closure = closure_of(
+        optimizer, lambda: (layer(torch.ones(1, 3).to(layer.weight)) ** 2 - 1).square().sum()
+    )
     first = optimizer.step(closure)
     layer.float()
     optimizer.step(closure)

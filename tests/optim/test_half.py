@@ -140,19 +140,6 @@ def test_no_drift_in_many_steps(name, lr, dtype, steps, generator):
     torch.testing.assert_close(values, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
-def test_the_velocity_is_float32_and_may_be_set():
-    net, opt = pair("sgd")
-    skew, normal = opt.velocity(net.up.weight)
-    assert skew.dtype == normal.dtype == torch.float32
-    train(net, opt, 0, 3)
-    skew, normal = opt.velocity(net.up.weight)
-    point = master_of(opt, net.up.weight) / 2.0
-    assert (point.mT @ normal).abs().max() < 1e-6 * (1 + normal.abs().max())
-    opt.set_velocity(net.up.weight, skew, normal)
-    again = opt.velocity(net.up.weight)
-    torch.testing.assert_close(again, (skew, normal), rtol=1e-5, atol=1e-6)
-
-
 def test_fused_kernels_move_plain_rows_of_the_master():
     nets, opts = [], []
     for fused in (False, True):

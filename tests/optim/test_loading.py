@@ -37,6 +37,7 @@ from contract import (
 from optimizers import CLIENTS
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from training import train as descend
 
 import stiefel_opt as so
 
@@ -596,10 +597,7 @@ def test_a_kept_scale_is_the_saved_one_but_for_rounding(
         return net, optimizer(name, net.parameters())
 
     net, opt = build(0)
-    for _ in range(5):
-        opt.zero_grad()
-        net(torch.ones(3, shape[0], dtype=dtype)).square().sum().backward()
-        opt.step()
+    descend(opt, lambda: net(torch.ones(3, shape[0], dtype=dtype)).square().sum(), 5)
     for seed in range(1, 9):
         other, loaded = build(seed)
         if shape == (16, 32) and dtype is not torch.bfloat16:
