@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
-from stiefel_opt.errors import HALF, fail
+from stiefel_opt.errors import HALF, check_type, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
 _MANY: Final = 1024  # rows of numbers that are kept
@@ -159,9 +159,7 @@ def _sent(device: torch.device, values: tuple[float, ...], dtype: torch.dtype) -
 
 def readable(tensor: Tensor) -> Tensor | None:
     """Return the values of ``tensor`` where looking is free, on a CPU and not traced, else None."""
-    if not is_cpu(tensor) or is_compiling():
-        return None
-    return torch.func.debug_unwrap(tensor.detach(), recurse=True)
+    return values_of(tensor) if is_cpu(tensor) else None
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -731,8 +729,7 @@ def full_precision(function: MapT) -> MapT:
         if not arguments and leading not in options:
             return function(**options)  # raises, and says what is missing
         first = arguments[0] if arguments else options[leading]
-        if not isinstance(first, Tensor):
-            raise TypeError(fail(leading, "be a tensor", type(first).__name__))
+        check_type(leading, first, Tensor, "be a tensor")
         if not (first.is_floating_point() or first.is_complex()):
             raise TypeError(fail(leading, "have a floating-point dtype", first.dtype))
         with no_autocast(first):

@@ -129,10 +129,7 @@ def constrain(
         now and then a forward pass, without gradients or of weights that no optimizer steps, where
         these were averaged or merged off the manifold.
     """
-    if not isinstance(module, nn.Module):
-        given = type(module).__name__
-        remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
-        raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
+    check_module("module", module, "call so.constrain(layer, 'weight')")
     check_flag("project", project)
     names_dims = not (row_dims is None and column_dims is None)
     is_said = names_dims or transposed or not (heads is None and rows is None)
@@ -334,24 +331,19 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
         parametrize.remove_parametrizations(parent, leaf)
         return module
     owner, leaf, parameter = find_parameter(module, name)
-    holders = _holders([owner, module, *known_modules()], parameter)
+    roots: list[nn.Module] = [owner, module, *known_modules()]
+    holders = _holders(roots, parameter)
     if not holders and manifold_of(parameter, name) is None:
         raise ValueError(fail(name, "be constrained to be released", "a plain parameter"))
     for other, their_leaf in holders:
         _warn_if_grouped(other, their_leaf, None)
-    _reread(holders, parameter, None)
+    reread(roots, parameter, None)
     return module
 
 
-def reread(module: nn.Module, parameter: nn.Parameter, reading: Stiefel | None) -> None:
-    """Give a parameter of ``module`` another reading, or none: in its records and its tag."""
-    _reread(_holders([module], parameter), parameter, reading)
-
-
-def _reread(
-    holders: list[tuple[nn.Module, str]], parameter: nn.Parameter, reading: Stiefel | None
-) -> None:
-    for owner, leaf in holders:
+def reread(roots: list[nn.Module], parameter: nn.Parameter, reading: Stiefel | None) -> None:
+    """Give a parameter another reading, or none: in the records below ``roots`` and its tag."""
+    for owner, leaf in _holders(roots, parameter):
         if reading is None:
             del records_of(owner)[leaf]
             owner.__dict__.get(MOVED, {}).pop(leaf, None)

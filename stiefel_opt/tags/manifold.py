@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import classes_of, fail
+from stiefel_opt.errors import check_flag, classes_of, fail
 from stiefel_opt.numerics.linalg import frobenius_norm
 
 # The weights of a whole model, to be pasted: neither positions, tokens nor heads.
@@ -98,8 +98,7 @@ class Stiefel:
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "heads", _normal_heads(self.heads, rows))
         for name in ("flatten", "transposed", "learn_scale"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
+            check_flag(name, getattr(self, name))
         for name in ("row_dims", "column_dims"):
             object.__setattr__(self, name, _normal_dims(name, getattr(self, name)))
         if self.flatten and self.transposed:
@@ -484,17 +483,23 @@ def _normal_heads(heads: Any, rows: Ranges | None) -> int | tuple[int, ...] | No
     return None if values[0] == 1 else values[0]  # one head is none
 
 
-def reading_by(key: Any, parameter: Tensor) -> Stiefel | None:
-    """Return how a parameter is read by the key ``stiefel`` of its group; None: by its tag."""
-    if isinstance(key, Stiefel):
-        return key
+def said_by(key: Any) -> Stiefel | bool | None:
+    """Return what the key ``stiefel`` of a group says: a reading, True, False, or None: by tags."""
     if isinstance(key, Mapping):
         return Stiefel.from_dict(key)
-    if not (key is None or isinstance(key, bool)):
+    if not (key is None or isinstance(key, (bool, Stiefel))):
         raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(key)))
-    if key is False:
+    return key
+
+
+def reading_by(key: Any, parameter: Tensor) -> Stiefel | None:
+    """Return how a parameter is read by the key ``stiefel`` of its group; None if it is plain."""
+    said = said_by(key)
+    if isinstance(said, Stiefel):
+        return said
+    if said is False:
         return None
-    return manifold_of(parameter) or (Stiefel() if key else None)
+    return manifold_of(parameter) or (Stiefel() if said else None)
 
 
 def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
