@@ -263,7 +263,7 @@ class Stiefel:
         return self._folded(matrices, shape, int(stacked))
 
     def points(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tall matrices of each range over their scale: orthonormal ones of a point."""
+        """Return the tall matrices of each range over their scale: orthonormal if it is a point."""
         listed = [self.matrices(part, index) for index, part in enumerate(self.parts(tensor))]
         return [matrices / self.scale_of(matrices) for matrices in listed]
 

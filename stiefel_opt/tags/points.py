@@ -344,7 +344,7 @@ def check_phase(determinant: int | None, tensor: Tensor, name: str) -> None:
 
 
 def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
-    """Say of the matrices of each range which do not have the determinant of the reading."""
+    """Return for each range a mask of the matrices with the other determinant than the reading."""
     if reading.determinant is None or tensor.is_complex():  # refused in words elsewhere
         return []
     points = reading.points(widened(tensor.detach()))

@@ -66,9 +66,9 @@ def loses_training(value: Tensor, reading: Stiefel, share: float) -> bool:
 
 
 def check_start(name: str, value: Tensor, reading: Stiefel) -> Callable[[Tensor], None]:
-    """Look at a weight before it is made orthonormal; return what then looks at its point.
+    """Inspect a weight before it is made orthonormal; return a function that inspects its point.
 
-    That one warns if the weight looks trained and the point is far: what it had learned is lost.
+    It warns if the weight looks trained and the point is far: what was learned is lost.
     """
     if not (has_values(value) and looks_trained(value, reading)):
         return lambda point: None  # noqa: ARG005
@@ -99,9 +99,9 @@ def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:
 
 @torch.no_grad()
 def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, str, int]]:
-    """Return name, where and new determinant of a value that gets another one, else nothing.
+    """Return name, place and new determinant of a value whose determinant changes, else nothing.
 
-    Of one that was orthonormal, or looks trained: half of all random matrices do.
+    Only of a value that was orthonormal or looks trained: half of all random matrices change.
     """
     bad = wrong_signs(value, reading)
     count, total = sum(int(each.sum()) for each in bad), sum(each.numel() for each in bad)
