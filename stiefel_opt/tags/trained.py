@@ -104,8 +104,7 @@ def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, s
     Only of a value that was orthonormal or looks trained: half of all random matrices change.
     """
     bad = wrong_signs(value, reading)
-    count, total = sum(int(each.sum()) for each in bad), sum(each.numel() for each in bad)
-    if reading.determinant is None or not count:
+    if reading.determinant is None or not bool(bad.any()):
         return []
     error = float(largest_error(widened(value.detach()), reading))
     if is_far(error, value.detach()):
@@ -113,7 +112,7 @@ def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, s
         is_small = max(reading.heights(value.shape)) < _SMALL
         if not (_is_written(value) if is_small else looks_trained(value, reading)):
             return []
-    where = "" if total == 1 else f" in {count} of {total} matrices"
+    where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
     return [(name, where, reading.determinant)]
 
 
