@@ -143,7 +143,7 @@ class StepFactors(NamedTuple):
     rotation: Tensor  # D - I
     shortening: Tensor  # R - I
     root: Tensor  # R
-    scaled: Tensor  # R times what eta is cut by
+    scaled: Tensor  # R times the factor that cuts eta
     companion: Tensor | None  # R (I + R)^(-1), if asked for
     step: Step
     length: Length  # its squares: of the turn, then of the move

@@ -341,22 +341,12 @@ def advance(
     where the first is the rotation of X D into X_new that changes nothing normal to both. With
     S = X'G given V is normal to X; without it a part of V along X is taken out.
     """
-    if transport == "isometric":  # this transport needs V itself to be normal
-        if S is None:
-            (overlap,) = sums((X, V))
-            V = add_product_(V, X, overlap, alpha=-1.0)
-        factors = step_factors_of(
-            direction,
-            V,
-            lr,
-            sums,
-            reader,
-            S,
-            also=((V, U),),
-            companion=True,
-            judged=judged,
-            ahead=ahead,
-        )
+    if transport == "isometric" and S is None:  # this transport needs V itself to be normal
+        (overlap,) = sums((X, V))
+        V = add_product_(V, X, overlap, alpha=-1.0)
+    factors_with = partial(step_factors_of, direction, V, lr, sums, reader, S, judged=judged)
+    if transport == "isometric":
+        factors = factors_with(also=((V, U),), companion=True, ahead=ahead)
         rotation, shortening, _, _, companion, step, length, (C,) = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
@@ -364,10 +354,7 @@ def advance(
         C, base = torch.bmm(companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
-        pairs = (V, U), (X, V)
-        factors = step_factors_of(
-            direction, V, lr, sums, reader, S, also=pairs, is_projected=True, judged=judged
-        )
+        factors = factors_with(also=((V, U), (X, V)), is_projected=True)
         rotation, shortening, R, scaled, _, step, length, (C, overlap) = factors
         within = shortening.baddbmm_(rotation, R)
         within.baddbmm_(overlap, scaled, alpha=-step.number)

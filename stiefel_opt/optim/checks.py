@@ -147,7 +147,8 @@ def check_common_options(group: Group, optimizer: Any) -> None:
     """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
     check_cuda_graph(group, type(optimizer).__name__, is_capturable=optimizer.capturable)
-    check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)
+    for name in ("weight_decay", "scale_pull"):
+        check_range(name, group.get(name, 0.0), 0.0)
     check_flag("maximize", group.get("maximize", False))
     if group.get("differentiable", False) is not False:
         remedy = "differentiate through a parametrization, stiefel_opt.orthogonal, instead"

@@ -59,10 +59,7 @@ def set_velocity_(optimizer: Any, parameter: Tensor, skew: Any, normal: Any) -> 
     manifold, declared = _reading_and_state(optimizer, parameter)
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
-    declared = tuple(
-        declaration for declaration in declared if manifold.learn_scale or not declaration.of_scale
-    )
-    if not declared:
+    if not any(declaration.is_matrix for declaration in declared):
         wanted, remedy = "keep a momentum to set a velocity", "set its momentum"
         raise ValueError(fail("optimizer", wanted, "a rule without state", remedy))
     values = [(skew, normal)]

@@ -263,7 +263,7 @@ class Stiefel:
         return self._folded(matrices, shape, int(stacked))
 
     def points(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tall matrices of each range over their scale: orthonormal ones of a point."""
+        """Return the tall matrices of each range over their scale: orthonormal if it is a point."""
         listed = [self.matrices(part, index) for index, part in enumerate(self.parts(tensor))]
         return [matrices / self.scale_of(matrices) for matrices in listed]
 
@@ -439,20 +439,19 @@ def _as_list(value: Any) -> Any:
 def _normal_ranges(rows: object) -> Ranges | None:
     if rows is None:
         return None
-    if not isinstance(rows, (tuple, list)) or not rows:
-        raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
-    pairs = list(rows) if isinstance(rows[0], (tuple, list)) else [rows]
+    is_several = isinstance(rows, (tuple, list)) and rows and isinstance(rows[0], (tuple, list))
+    pairs: Any = rows if is_several else [rows]
     for pair in pairs:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not all(type(edge) is int for edge in pair):
             raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
         if not 0 <= pair[0] < pair[1]:
             raise ValueError(fail("rows", "satisfy 0 <= start < stop", tuple(pair)))
-    ordered = sorted(pairs)
-    for before, after in itertools.pairwise(ordered):
+    ranges = tuple((start, stop) for start, stop in pairs)
+    for before, after in itertools.pairwise(sorted(ranges)):
         if before[1] > after[0]:
             raise ValueError(fail("rows", "not overlap", (before, after)))
-    return tuple((start, stop) for start, stop in pairs)
+    return ranges
 
 
 def _normal_dims(name: str, dims: Any) -> tuple[int, ...] | None:

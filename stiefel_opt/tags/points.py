@@ -343,12 +343,12 @@ def check_phase(determinant: int | None, tensor: Tensor, name: str) -> None:
         raise ValueError(fail("determinant", wanted, determinant, remedy))
 
 
-def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
-    """Say of the matrices of each range which do not have the determinant of the reading."""
+def wrong_signs(tensor: Tensor, reading: Stiefel) -> Tensor:
+    """Return a mask of the matrices with the other determinant than the reading, in one row."""
     if reading.determinant is None or tensor.is_complex():  # refused in words elsewhere
-        return []
-    points = reading.points(widened(tensor.detach()))
-    return [orientation(each) * reading.determinant < 0 for each in points]
+        return torch.zeros(0, dtype=torch.bool)
+    signs = [orientation(each).flatten() for each in reading.points(widened(tensor.detach()))]
+    return torch.cat(signs) * reading.determinant < 0
 
 
 def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> None:

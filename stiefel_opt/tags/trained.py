@@ -66,9 +66,9 @@ def loses_training(value: Tensor, reading: Stiefel, share: float) -> bool:
 
 
 def check_start(name: str, value: Tensor, reading: Stiefel) -> Callable[[Tensor], None]:
-    """Look at a weight before it is made orthonormal; return what then looks at its point.
+    """Inspect a weight before it is made orthonormal; return a function that inspects its point.
 
-    That one warns if the weight looks trained and the point is far: what it had learned is lost.
+    It warns if the weight looks trained and the point is far: what was learned is lost.
     """
     if not (has_values(value) and looks_trained(value, reading)):
         return lambda point: None  # noqa: ARG005
@@ -99,13 +99,12 @@ def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:
 
 @torch.no_grad()
 def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, str, int]]:
-    """Return name, where and new determinant of a value that gets another one, else nothing.
+    """Return name, place and new determinant of a value whose determinant changes, else nothing.
 
-    Of one that was orthonormal, or looks trained: half of all random matrices do.
+    Only of a value that was orthonormal or looks trained: half of all random matrices change.
     """
     bad = wrong_signs(value, reading)
-    count, total = sum(int(each.sum()) for each in bad), sum(each.numel() for each in bad)
-    if reading.determinant is None or not count:
+    if reading.determinant is None or not bool(bad.any()):
         return []
     error = float(largest_error(widened(value.detach()), reading))
     if is_far(error, value.detach()):
@@ -113,7 +112,7 @@ def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, s
         is_small = max(reading.heights(value.shape)) < _SMALL
         if not (_is_written(value) if is_small else looks_trained(value, reading)):
             return []
-    where = "" if total == 1 else f" in {count} of {total} matrices"
+    where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
     return [(name, where, reading.determinant)]
 
 
