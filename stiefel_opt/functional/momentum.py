@@ -201,9 +201,9 @@ def adam(
         room, force = state.like(), state.like(SKEW, NORMAL)
         options = betas, eps, nesterov, root, most
         judged = _moments_at_once(X, G, S, state, room, force, options, reader)
-        parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
+        parts = force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]
         new_X, _, length = advance(
-            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=ahead
+            X, *parts, eta, transport, None, sums, reader, judged=judged, memory=force
         )
         return new_X, room, length
     minus_f = skew_force(S, a)
@@ -273,9 +273,9 @@ def _step_unprojected(
     else:
         new_B = add_product_into(room.get(UNPROJECTED), G, B, L, momentum)
         new_B = add_product_(new_B, X, within)
-    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S)  # 4
-    rotation, shortening, R, scaled, _, step, length, _ = factors
-    excess = length.squares[X.size(0) :]  # E / scale
+    memory = room if isinstance(room, Packed) else None
+    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S, memory=memory)  # 4
+    rotation, shortening, R, scaled, _, step, length, _, excess = factors
     if not keeps_factor:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
@@ -331,7 +331,7 @@ def advance(
     sums: Sums,
     reader: Reader,
     judged: Tensor | None = None,
-    ahead: Tensor | None = None,
+    memory: Packed | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
@@ -356,9 +356,10 @@ def advance(
             also=((V, U),),
             companion=True,
             judged=judged,
-            ahead=ahead,
+            memory=memory,
+            is_ahead=memory is not None,
         )
-        rotation, shortening, _, _, companion, step, length, (C,) = factors
+        rotation, shortening, _, _, companion, step, length, (C,), _ = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
         new_X = add_product(moved, moved, shortening)
@@ -369,7 +370,7 @@ def advance(
         factors = step_factors_of(
             direction, V, lr, sums, reader, S, also=pairs, is_projected=True, judged=judged
         )
-        rotation, shortening, R, scaled, _, step, length, (C, overlap) = factors
+        rotation, shortening, R, scaled, _, step, length, (C, overlap), _ = factors
         within = shortening.baddbmm_(rotation, R)
         within.baddbmm_(overlap, scaled, alpha=-step.number)
         new_X = add_product_(add_product(X, X, within), V, scaled, alpha=step.number)
