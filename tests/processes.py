@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ def run(size: int, *calls: Call) -> None:
 
 
 def _work(rank: int, size: int, store: str, calls: Sequence[Call]) -> None:
+    faulthandler.enable()  # a crash shows where
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # checkpoints of torch 2.9
     torch.set_num_threads(1)
@@ -69,6 +71,7 @@ def run_script(size: int, path: Path) -> None:
 
 
 def _script(rank: int, size: int, port: int, path: Path) -> None:
+    faulthandler.enable()
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from optimizers import CLIENTS
 from torch import Tensor, nn
+from training import train as descend
 
 import stiefel_opt as so
 
@@ -102,6 +103,4 @@ def net(start: Any = 1.0, learn: bool = True) -> nn.Module:
 def train(model: nn.Module, opt: Any, steps: range) -> None:
     for step in steps:
         inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-        opt.zero_grad()
-        (model(inputs) - 2.0).square().mean().backward()
-        opt.step()
+        descend(opt, lambda x=inputs: (model(x) - 2.0).square().mean())

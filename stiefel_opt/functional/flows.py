@@ -145,7 +145,7 @@ class StepFactors(NamedTuple):
     rotation: Tensor  # D - I
     shortening: Tensor  # R - I
     root: Tensor  # R
-    scaled: Tensor  # R times what eta is cut by
+    scaled: Tensor  # R times the factor that cuts eta
     companion: Tensor | None  # R (I + R)^(-1), if asked for
     step: Step
     length: Length  # its squares: of the turn, then of the move
@@ -394,7 +394,7 @@ def limited(
 
     Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``, ``inner`` X'G.
     """
-    bound = most = longest * longest
+    most = longest * longest
     reads = reader.is_exact
     if isinstance(step, float) and reads:
         bound = step * step * _bound_of_finite(size, reader)
@@ -430,13 +430,13 @@ class _PrefixedReader(Reader):
         return self._reader.numbers(asked._replace(names=names))
 
 
-def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _MOST) -> float:
+def _longest(lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float) -> float:
     """Return the eigenvalue bound for which the polynomial of the roots is planned.
 
     ``value()`` is the bound of this step, which the reader keeps for the next one. It is divided by
     lr^2 if lr is a number, and not if lr is a tensor.
     """
-    if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
+    if not isinstance(lr, Tensor) and lr == 0:
         return most
     scale = _MARGIN
     if not isinstance(lr, Tensor):  # it may be another than in the step before

@@ -136,16 +136,15 @@ def sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return rotate_square(X, direction, new_Z, lr, carry, reader)
+        return rotate_square(X, lambda: direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
         B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
         if mu is not None:
             L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
         within = torch.sub(S, N, alpha=momentum)
-        keeps_factor = FACTOR in state
         return _step_unprojected(
-            X, G, S, B, L, {}, new_Z, lr, momentum, within, sums, reader, keeps_factor
+            X, G, S, B, L, {}, new_Z, lr, momentum, within, sums, reader, FACTOR in state
         )
     minus_g = normal_force(X, S, G)
     if Z is None:
@@ -342,23 +341,13 @@ def advance(
     where the first is the rotation of X D into X_new that changes nothing normal to both. With
     S = X'G given V is normal to X; without it a part of V along X is taken out.
     """
-    if transport == "isometric":  # this transport needs V itself to be normal
-        if S is None:
-            (overlap,) = sums((X, V))
-            V = add_product_(V, X, overlap, alpha=-1.0)
-        factors = step_factors_of(
-            direction,
-            V,
-            lr,
-            sums,
-            reader,
-            S,
-            also=((V, U),),
-            companion=True,
-            judged=judged,
-            memory=memory,
-            is_ahead=memory is not None,
-        )
+    if transport == "isometric" and S is None:  # this transport needs V itself to be normal
+        (overlap,) = sums((X, V))
+        V = add_product_(V, X, overlap, alpha=-1.0)
+    factors_with = partial(step_factors_of, direction, V, lr, sums, reader, S, judged=judged)
+    if transport == "isometric":
+        of_pair, ahead = ((V, U),), memory is not None
+        factors = factors_with(also=of_pair, companion=True, memory=memory, is_ahead=ahead)
         rotation, shortening, _, _, companion, step, length, (C,), _ = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
@@ -366,10 +355,7 @@ def advance(
         C, base = torch.bmm(companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
-        pairs = (V, U), (X, V)
-        factors = step_factors_of(
-            direction, V, lr, sums, reader, S, also=pairs, is_projected=True, judged=judged
-        )
+        factors = factors_with(also=((V, U), (X, V)), is_projected=True)
         rotation, shortening, R, scaled, _, step, length, (C, overlap), _ = factors
         within = shortening.baddbmm_(rotation, R)
         within.baddbmm_(overlap, scaled, alpha=-step.number)
@@ -382,20 +368,19 @@ def advance(
 
 def rotate_square(
     X: Tensor,
-    direction: Tensor | Callable[[], Tensor],
+    direction: Callable[[], Tensor],
     new_Z: Tensor,
     lr: Scalar,
     transport: str | None,
     reader: Reader,
     judged: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
-    """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
-    turn = (lambda: direction) if isinstance(direction, Tensor) else direction
+    """X <- X rot(eta ``direction()``) for square matrices; ``transport`` None: no momentum."""
     if transport != "projected" and not is_halved(X):
-        new_X, length = turned_square(X, turn, lr, reader, judged)
+        new_X, length = turned_square(X, direction, lr, reader, judged)
         new = {} if transport is None else {SKEW: new_Z}
     else:  # a product of the rotation is symmetric, and large ones are cheaper then
-        rotation, length = rotation_of_square(turn, lr, reader, judged)
+        rotation, length = rotation_of_square(direction, lr, reader, judged)
         new_X = add_product(X, X, rotation)
         new = {} if transport is None else carried_skew(new_Z, rotation, transport)
     return new_X, new, length

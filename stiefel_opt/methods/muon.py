@@ -54,6 +54,7 @@ from stiefel_opt.numerics import (
     add_product,
     add_product_,
     add_to_diagonal_,
+    are_finite,
     cross_gram,
     defect,
     finest_dtype,
@@ -117,7 +118,7 @@ def spectral_direction(
         ValueError: for shapes that do not fit, or numbers out of range.
         TypeError: for a real point with a complex gradient, and for integers.
     Note: One product of n x m by m x m and two symmetric halves before, two after; for square
-        matrices one and one. One sum of m (2m + 1) numbers over the rows. Between them a Cholesky
+        matrices one and one. One sum of 3 m^2 numbers over the rows. Between them a Cholesky
         factor of m x m and 12 to 43 products of 2m x 2m, for square matrices of m x m, each at
         about half of its flops by symmetry. The smaller the singular values that count, the more
         there are; where nothing can be read there are 27 to 41. Sums over the rows and the Cholesky
@@ -159,7 +160,7 @@ def spectral_gap(
         where it is not finite or too large to be squared.
     Raises:
         ValueError: for shapes that do not fit.
-    Note: Eigenvalues of two m x m matrices and singular values of one of 2m x 2m, sums of 3 m^2
+    Note: Eigenvalues of two m x m matrices and singular values of one of 2m x 2m, sums of 4 m^2
         numbers over the rows. Rounding makes it as large as the root of eps in the dtype of the
         m x m work.
     """
@@ -172,16 +173,14 @@ def spectral_gap(
     _, parts = _tangent_parts(point, grad, sums, reader_for(point).is_exact)
     work = parts.skew.dtype
     tall = direction.to(work)
-    value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
-    packed = torch.cat([gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
-    packed = sums.add(packed)
-    length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
-    finite = (parts.square + parts.skew).isfinite().all(dim=-1, keepdim=True)
-    finite = finite.all(dim=-2, keepdim=True)
+    value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real
+    (own,), value = sums((tall, tall)), sums.add(value)
+    length = torch.linalg.eigvalsh(own)[:, -1].clamp(min=1.0).sqrt()
+    finite = are_finite(parts.square + parts.skew)[:, None, None]
     values, vectors = torch.linalg.eigh(torch.where(finite, parts.square, 0.0))
     root = values.clamp(min=0.0).sqrt().unsqueeze(-1) * vectors.mH
     best = torch.linalg.svdvals(_completed(torch.where(finite, parts.skew, 0.0), root)).sum(dim=-1)
-    gap = 1.0 - packed[:, 0, -1].real / (best * length)
+    gap = 1.0 - value / (best * length)
     rounding = (parts.noise.flatten() * point.size(-1)).sqrt()
     gap = torch.where(best > rounding, gap, 0.0)
     return torch.where(finite.flatten(), gap, math.nan).to(point.real.dtype)
@@ -427,7 +426,7 @@ def _polar_factor(
     mean = torch.where(sound, (trace / fourth) ** 1.5 * (share / m), math.inf)
     low = least = smoothing / m  # of any K
     # no guess in float64: a direction does not depend on the others of its batch then
-    if reads and not _is_double(matrix):
+    if reads and matrix.dtype.to_real() != torch.float64:
         least = min(max(low, smoothing * float(mean.min())), 1.0)
         low = max(least, min(_FEW_SMALL * float(mean.min()), 1.0))
     eps = torch.finfo(matrix.dtype).eps
@@ -516,17 +515,8 @@ def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums, reads: bool) -> tu
 
 
 def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
-    """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
-    inner, own, point_own = cross_gram(tall, other), gram(other), gram(tall)
-    if not sums.are_local:
-        diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        triangles = own.triu() + point_own.tril(-1)
-        m = inner.size(-1)
-        packed = sums.add(torch.cat([inner, triangles, diagonal], dim=-1))
-        inner, triangles, diagonal = packed[..., :m], packed[..., m:-1], packed[..., -1:]
-        lower = triangles.tril(-1)
-        point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
-        own = triangles.triu() + triangles.triu(1).mH
+    """Return the parts, from X'M, M'M and X'X."""
+    inner, own, point_own = sums((tall, other), (other, other), (tall, tall))
     correction = _correction_of(point_own)  # exactly: Q may be far smaller than |M|^2
     inner = inner.baddbmm(correction, inner)
     square = sym(own - gram(inner))
@@ -550,7 +540,7 @@ def _accuracy(
 ) -> tuple[float, float]:
     """Return tolerance and smoothing: what is given, or what suits the dtype."""
     if tolerance is None:
-        tolerance = 1e-10 if _is_double(point) else 5e-5
+        tolerance = 1e-10 if point.dtype.to_real() == torch.float64 else 5e-5
     else:
         check_range("tolerance", tolerance, 0.0)
     if smoothing is None:
@@ -558,10 +548,6 @@ def _accuracy(
     else:
         check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
     return tolerance, smoothing
-
-
-def _is_double(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float64, torch.complex128)
 
 
 def _check(point: Tensor, grad: Tensor, sums: Sums) -> None:
@@ -640,7 +626,7 @@ class StiefelMuon(MuonLike):
     Note:
         Five products of n x m by m x m a step, and for n > m a Cholesky factor of m x m in float64
         and 12 to 43 products of 2m x 2m, for n = m about as many of m x m. State is one tensor like
-        the parameter. Rows shared by several processes are added up once, 2 m^2 numbers for each
+        the parameter. Rows shared by several processes are added up once, 3 m^2 numbers for each
         matrix.
 
     Reference:

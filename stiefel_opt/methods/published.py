@@ -59,6 +59,7 @@ from stiefel_opt.errors import check_choice
 from stiefel_opt.functional import (
     METRICS,
     NORMAL,
+    PULL,
     SKEW,
     Length,
     Move,
@@ -353,7 +354,8 @@ class PublishedSGD(_Published, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, metric, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         rotation: How X turns within its span: "euler", "cayley" or "expm".
 
     Raises:
@@ -388,6 +390,7 @@ class PublishedSGD(_Published, SGDLike):
         differentiable: bool = False,
         metric: str | float = "canonical",
         rotation: str = "euler",
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,
@@ -410,7 +413,7 @@ class PublishedAdam(_Published, AdamLike):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable,
-            differentiable, fused, decoupled_weight_decay, metric, nonfinite, stiefel,
+            differentiable, fused, decoupled_weight_decay, metric, scale_pull, nonfinite, stiefel,
             cuda_graph: As in :class:`StiefelAdam`.
         rotation: As in :class:`PublishedSGD`.
 
@@ -447,6 +450,7 @@ class PublishedAdam(_Published, AdamLike):
         decoupled_weight_decay: bool = False,
         metric: str | float = "canonical",
         rotation: str = "euler",
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,

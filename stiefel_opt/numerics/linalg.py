@@ -144,7 +144,7 @@ class Sums:
     def __call__(
         self, *pairs: tuple[Tensor, Tensor], into: Tensor | None = None, alpha: float = 1.0
     ) -> list[Tensor]:
-        """Return A'B, ``(k, m, m)``, for each pair; processes talk once.
+        """Return A'B, ``(k, m, m)``, for each pair, by one exchange between processes.
 
         With ``into`` the first pair is a tall matrix twice, and alpha A'A is put there.
         """
@@ -354,7 +354,7 @@ class Step(NamedTuple):
 def infinity_norm(matrix: Tensor) -> Tensor:
     """Return the largest absolute row sum, ``(..., 1, 1)``: a bound on the spectral norm.
 
-    Symmetric and skew matrices only: their columns say the same.
+    Symmetric and skew matrices only, whose columns have the same sums.
     """
     if matrix.size(-1) > for_device(matrix, _LARGE, 0):  # one call less; slow for short rows
         rows: Tensor = torch.linalg.vector_norm(matrix, ord=1, dim=-1, keepdim=True)

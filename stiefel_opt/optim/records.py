@@ -100,7 +100,7 @@ def largest_of(states: Mapping[Tensor, StateDict], name: str) -> dict[Tensor, fl
 
 
 def gained_by(weights: Any, moved: set[int], done: Moved) -> Tensor:
-    """Return which steps were taken, and which skipped, ``(2, weights)``, while nobody waits.
+    """Return which steps were taken, and which skipped, ``(2, weights)``, without waiting.
 
     Args:
         weights: The group that takes the step.

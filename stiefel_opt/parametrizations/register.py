@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -20,7 +21,7 @@ from stiefel_opt.errors import (
     find_parameter,
     users_level,
 )
-from stiefel_opt.numerics import gram_error, has_values, orientation, polar_factor, widened
+from stiefel_opt.numerics import has_values, polar_factor
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder_maps import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.init import draw_rotation
@@ -35,6 +36,7 @@ from stiefel_opt.tags import (
     manifold_of,
     mark_maps,
     stacked,
+    turned_over,
 )
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -167,24 +169,18 @@ def _register(
 
 
 def _turned_over(name: str, weight: Tensor, map_: Parametrization, called: str) -> str:
-    """Return a warning of an orthonormal weight whose determinant is not kept, or nothing."""
+    """Return a warning of a weight whose determinant is not kept, or nothing."""
     manifold = map_.manifold
-    matrices = widened(manifold.matrices(weight.detach()))
-    if not has_values(weight) or weight.is_complex() or matrices.size(-2) != matrices.size(-1):
+    n, m = manifold.matrices(weight).shape[-2:]
+    reached = manifold.determinant or map_.determinant(m)
+    if reached is None or n != m or weight.is_complex() or not has_values(weight):
         return ""
-    reached = manifold.determinant or map_.determinant(matrices.size(-1))
-    if reached is None:
+    turned = turned_over(name, weight, replace(manifold, determinant=reached))
+    if not turned:
         return ""
-    points = matrices / manifold.scale
-    bad = orientation(points) * reached < 0
-    if not bool(bad.any()) or float(gram_error(points).max()) > 1e-3:
-        return ""
-    where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
-    remedy = (
-        f"pass determinant={-reached} to keep it"
-        if manifold.determinant
-        else f"pass determinant={-reached} to keep it, or map='cayley', which takes both"
-    )
+    ((_, where, _),) = turned
+    remedy = f"pass determinant={-reached} to keep it"
+    remedy += "" if manifold.determinant else ", or map='cayley', which takes both"
     return (
         f"`{name}` has determinant {-reached:+d}{where}, and {called!r} reaches {reached:+d}: the "
         f"weight does not keep its value; {remedy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,13 @@ MARK = "stiefel_rotations"  # in the model's config: what was done to it
 CALL = "call_load_online_"  # how the notes of online rotations end
 OWN = "_stiefel_config"  # of a model: the config that it shares with no other
 HARMLESS = {"q_norm", "k_norm", "rotary_emb", "act_fn", "rotary_fn"}  # nothing that is rotated
+CHILDREN = {  # of Llama's modules
+    "": {"model", "lm_head"},
+    "model": {"embed_tokens", "layers", "norm", *HARMLESS},
+    "model.layers.N": {*LLAMA.norms, "self_attn", "mlp"},
+    "model.layers.N.self_attn": {"q_proj", "k_proj", "v_proj", "o_proj", *HARMLESS},
+    "model.layers.N.mlp": {"gate_proj", "up_proj", "down_proj", *HARMLESS},
+}
 LOOKED_FOR = (
     "model.embed_tokens, model.layers, model.norm and lm_head, and in every layer input_layernorm, "
     "self_attn (q_proj, k_proj, v_proj, o_proj), post_attention_layernorm and mlp (gate_proj, "
@@ -149,14 +157,15 @@ def read_decoder(
     given: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if "PeftModel" in classes_of(given, "peft"):
         given = given.get_base_model()
-    module = check_module("model", given)
+    check_module("model", given)
+    module: nn.Module = given
     kept = state_of(module).get("description")
     known = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
     names = description or (from_dict(kept) if kept else known)
     reader = _Reader(module, names or LLAMA, quantised)
+    decoder = reader.read()
     if names is None:
         reader.check_children()
-    decoder = reader.read()
     if not quantised:
         _check_weights(decoder)
     return decoder
@@ -262,29 +271,17 @@ class _Reader:
 
     def check_children(self) -> None:
         """Raise for modules that Llama has not: what they do to the stream is not known."""
-        self.only("", {"model", "lm_head"})
-        self.only("model", {"embed_tokens", "layers", "norm", *HARMLESS})
-        inside = {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}}
-        inside["mlp"] = {"gate_proj", "up_proj", "down_proj"}
-        for number in range(len(self.known.get(LLAMA.layers) or ())):
-            name = f"{LLAMA.layers}.{number}"
-            self.only(name, {*LLAMA.norms, *inside})
-            for part, leaves in inside.items():
-                self.only(f"{name}.{part}", {*leaves, *HARMLESS})
-
-    def only(self, name: str, children: set[str]) -> None:
-        owner = self.known.get(name)
-        if owner is None:
-            return  # `find` says what is missing
-        more = sorted(child for child, _ in owner.named_children() if child not in children)
-        missing = [] if name else sorted(children - {child for child, _ in owner.named_children()})
-        if more and not missing:
+        for name, owner in self.known.items():
+            children = CHILDREN.get(re.sub(r"\.\d+", ".N", name))
+            more = {child for child, _ in owner.named_children()} - (children or set())
+            if children is None or not more:
+                continue
             wanted = f"have no modules but {', '.join(sorted(children - HARMLESS))}"
             remedy = (
                 "pass prepare_ a description from rotations.describe: Llama, Mistral, Qwen2, Qwen3 "
                 f"and models built like them need none, nor do {', '.join(sorted(FAMILIES))}"
             )
-            raise ValueError(fail(name or "the model", wanted, ", ".join(more), remedy))
+            raise ValueError(fail(name or "the model", wanted, ", ".join(sorted(more)), remedy))
 
 
 def _check_weights(decoder: Decoder) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ from stiefel_opt.errors import (
     check_choice,
     check_counts,
     check_flags,
-    check_optimizer,
     check_range,
+    check_type,
     fail,
 )
 from stiefel_opt.numerics import gram_error, local_part
@@ -161,7 +162,9 @@ def _made(factory: OptimizerFactory | None, rotations: list[nn.Parameter], lr: f
     """Default: StiefelAdam as printed; of lr for entries an n x n matrix turns by sqrt(n) lr."""
     if factory is not None:
         remedy = "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`"
-        return check_optimizer(factory(rotations), remedy)
+        optimizer = factory(rotations)
+        check_type("optimizer", optimizer, Optimizer, "return a torch.optim.Optimizer", remedy)
+        return optimizer
     groups = [
         {"params": [r for r in rotations if len(r) == size], "lr": lr / math.sqrt(size)}
         for size in sorted({len(rotation) for rotation in rotations})
@@ -457,7 +460,7 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
         raise TypeError(fail("batches", wanted, kind, "put it into a list"))
     data: list[dict[str, Tensor]] = []
     for number, batch in enumerate(itertools.islice(batches, steps)):
-        if number == MOST and steps is None and not _has_length(batches):
+        if number == MOST and steps is None and not operator.length_hint(batches):
             given, remedy = f"more than {MOST} from an iterator", "pass steps, or a list"
             raise ValueError(fail("batches", "come to an end", given, remedy))
         content = {"input_ids": batch} if isinstance(batch, Tensor) else batch
@@ -475,14 +478,6 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
     if not data:
         raise ValueError(fail("batches", "hold at least one batch", "none"))
     return data
-
-
-def _has_length(batches: Iterable[Any]) -> bool:
-    try:
-        len(batches)  # type: ignore[arg-type]
-    except TypeError:  # also of a data loader of a stream
-        return False
-    return True
 
 
 def _check_mask(name: str, mask: object, ids: Tensor) -> None:

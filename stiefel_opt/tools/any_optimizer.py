@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -43,10 +42,10 @@ from stiefel_opt.tags import (
     inner_optimizers,
     is_own,
     mark_unconstrained,
-    nearest,
     reading_by,
     recalled,
     stacks_of,
+    to_nearest_,
     trust,
 )
 
@@ -227,12 +226,9 @@ class _Keeper:
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Hook before a step: make gradients tangent, now or behind the closure."""
-        if self._points:
-            if _is_within_step(optimizer):
-                self._depth += 1
-                return None
-            self._depth = 0  # an exception has ended the step before
-            self.after(optimizer)
+        if self._points:  # a step that raises goes back, so that this one is within another
+            self._depth += 1
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self.recall(optimizer)
         weights = _constrained(optimizer)
@@ -326,9 +322,7 @@ class _Keeper:
 
     def _project(self, weights: list[_Weight]) -> None:
         for weight in weights:
-            point = nearest(weight.parameter, weight.reading, weight.called())
-            if point is not None:
-                weight.parameter.copy_(point)
+            to_nearest_(weight.parameter, weight.reading, weight.called())
 
     def _here(self) -> list[Tensor]:
         """Return the values of the parameters in new memory, in float32 at least."""
@@ -348,7 +342,7 @@ class _Keeper:
         for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
             grad = _finite(widened(stack.read(whole)), self._is_scaled)
             with exact_products(point):
-                x = _unscaled(point, stack)
+                x = point / stack.scale
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
                 tangents = tangent_part(x, grad)
@@ -392,17 +386,6 @@ class _Keeper:
             return loss
 
         return evaluate
-
-
-def _is_within_step(optimizer: Optimizer) -> bool:
-    """Say whether a step of ``optimizer`` has called this one, as that of a subclass does."""
-    code: Any = getattr(type(optimizer).step, "__code__", None)  # one for all hooked steps
-    frame: Any = sys._getframe(1)
-    count = 0
-    while frame is not None and count < 2:
-        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count > 1
 
 
 def _key(weight: _Weight) -> tuple[int, Stiefel]:
@@ -472,10 +455,6 @@ def _finite(grad: Tensor, is_expected: bool) -> Tensor:
     return torch.where(ok, grad, 0.0)
 
 
-def _unscaled(matrices: Tensor, stack: Stack) -> Tensor:
-    return matrices if stack.scale == 1.0 else matrices / stack.scale
-
-
 def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the optimizer") -> Tensor:
     """Write the retraction of what has moved from ``point``, and return the tangent vectors.
 
@@ -486,10 +465,9 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     size = step.abs().amax(dim=(-2, -1), keepdim=True)
     reads = reader_for(size).is_exact
     least, largest = map(float, torch.aminmax(size)) if reads else (0.0, math.inf)
-    x, step = _unscaled(point, stack), _unscaled(_measured(step, size, largest, stack.scale), stack)
+    x, step = point / stack.scale, _measured(step, size, largest, stack.scale) / stack.scale
     new_point, tangent = _retracted(x, tangent_part(x, step))
-    if stack.scale != 1.0:
-        new_point = new_point * stack.scale
+    new_point = stack.scale * new_point
     if reads and least != 0 and bool(torch.isfinite(new_point.sum())):  # NaN has moved
         stack.write(values, new_point)
         return tangent

@@ -141,8 +141,7 @@ def constrain_found(
         own = scaled(reading, parameter, scale, name)
         readings[name], kinds[name] = replace(own, learn_scale=learn_scale), kind
     lines = []
-    keeps = scale == "keep" and not learn_scale
-    for name, share in apply_readings(model, readings, keeps=keeps).items():
+    for name, share in apply_readings(model, readings, keeps=scale == "keep").items():
         words = in_words(model, name, model.get_parameter(name).shape, readings[name])
         lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
     return tuple(lines)

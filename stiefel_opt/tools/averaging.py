@@ -34,7 +34,6 @@ from stiefel_opt.tags import (
 )
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
-_NEAR: Final = 0.1  # spectral norm of X'X - I from which they reach rounding
 
 
 class ProjectedAverage(swa_utils.AveragedModel):
@@ -52,19 +51,17 @@ class ProjectedAverage(swa_utils.AveragedModel):
         for average, source in zip(maps_of(self.module), maps_of(model), strict=False):
             for old, new in zip(average.buffers(), source.buffers(), strict=False):
                 old.copy_(new)  # of a base there is no mean
-        constrained: list[tuple[str, Tensor, Stiefel]] = []
         pairs = zip(readings(self.module).items(), found.values(), strict=False)
         for (name, (parameter, known)), (source, reading) in pairs:
             if reading is None and not was_released(source):  # a copy without tags, perhaps
                 reading = known
             if known != reading:  # another scale was loaded, or the weight released
-                reread(self.module, parameter, reading)
+                reread([self.module], parameter, reading)
             vars(parameter).pop("is_unconstrained", None)
             if reading and has_left(source, reading):
                 parameter.is_unconstrained = True  # type: ignore[attr-defined]
             elif reading and has_values(parameter):
-                constrained.append((name, parameter, reading))
-        _settle(constrained)
+                _settle(parameter, reading, name)
 
 
 def averaged(
@@ -145,34 +142,17 @@ class _MovingAverage:
 
 
 @torch.no_grad()
-def _settle(averages: list[tuple[str, Tensor, Stiefel]]) -> None:
-    """Bring averages onto the manifold: those of near points are near it. The host waits once."""
-    parts = [
-        (name, parameter, reading, index, part)
-        for name, parameter, reading in averages
-        for index, part in enumerate(reading.parts(parameter))
-    ]
-    errors = [gram_error(_matrices(*each[2:])).amax().float() for each in parts]
-    together = [error.to(errors[0].device) for error in errors]
-    values: list[float] = torch.stack(together).tolist() if together else []
-    far = {}
-    for (name, parameter, reading, index, part), error in zip(parts, values, strict=True):
-        point = _matrices(reading, index, part)
-        if orthonormality_tolerance(parameter.dtype, point.size(-2)) < error < 1:
-            factor, scale = newton_schulz(point, _CORRECTIONS), _scale_of(reading, index, part)
-            if reading.learn_scale:
-                scale = scale * mean_singular_value(point, factor)
-            part.copy_(reading.stored(scale * factor, part.shape, index))
-        if not error * point.size(-1) < _NEAR:  # a bound on the spectral norm
-            far[name] = parameter, reading
-    for name, (parameter, reading) in far.items():
-        to_nearest_(parameter, reading, name)  # decomposes matrices that are still off
-
-
-def _matrices(reading: Stiefel, index: int, part: Tensor) -> Tensor:
-    matrices: Tensor = widened(reading.matrices(part, index)) / _scale_of(reading, index, part)
-    return matrices
-
-
-def _scale_of(reading: Stiefel, index: int, part: Tensor) -> Any:
-    return reading.scale_of(widened(reading.matrices(part, index)))
+def _settle(average: Tensor, reading: Stiefel, name: str) -> None:
+    """Bring an average onto the manifold: that of near points is near it."""
+    for index, part in enumerate(reading.parts(average)):
+        matrices = widened(reading.matrices(part, index))
+        scale: Any = reading.scale_of(matrices)
+        point = matrices / scale
+        error = gram_error(point)[..., None, None]
+        is_off = error > orthonormality_tolerance(average.dtype, point.size(-2))
+        factor = newton_schulz(point, _CORRECTIONS)
+        if reading.learn_scale:
+            scale = scale * mean_singular_value(point, factor)
+        settled = torch.where(is_off & (error < 1), scale * factor, matrices)
+        part.copy_(reading.stored(settled, part.shape, index))
+    to_nearest_(average, reading, name)  # decomposes matrices that are still off

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from torch import nn
 from typing_extensions import override
@@ -21,6 +21,8 @@ from stiefel_opt.tools.attention import (
 )
 from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
 from stiefel_opt.tools.report import table
+
+_BLOCKS: Final = ("layer", "block")  # what the name of the class of a block ends with
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,14 @@ def constrain_transformer(
     by :func:`constrain_attention` "within"; each other linear layer, router and expert is one, and
     two where it holds a gate beside what is gated: the matrices that the model would have if no
     weights were fused. Embeddings, norms, biases and all that lies outside of the blocks, such as
-    the last head, stay unconstrained, and by name in the report: other parts of attention such as
-    relative positions, convolutions and what is beside one over time, as in Mamba, and experts that
+    the last head, stay unconstrained; so do, by name in the report, other linear layers of an
+    attention module, convolutions and what is beside one over time, as in Mamba, and experts that
     hold gate and value in turn.
 
     A block is a member of a list of modules that holds an attention module: in models of torch
     (``nn.TransformerEncoder``, ``nn.TransformerDecoder``), timm, transformers (encoders and
-    decoders) and others; see :func:`constrain_attention` for how attention is recognised.
+    decoders) and others; outside of a list, a module of a class whose name ends with Layer or
+    Block. See :func:`constrain_attention` for how attention is recognised.
 
     Args:
         model: A model, or one block.
@@ -171,7 +174,7 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
 
     That is the innermost list of modules of one class; in T5 a member of it is a list of layers of
     several classes. Without one it is the outermost list; in XLM, where attention modules are a
-    list, all lists of that length. A model that is called a layer or a block is one.
+    list, all lists of that length. Without a list it is the innermost layer or block by name.
     """
     parts = path.split(".")
     blocks: list[str] = []
@@ -194,8 +197,16 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
         count = len(lists.get(".".join(parts[:-1]), ()))
         same = [(name, each) for name, each in lists.items() if len(each) == count]
         blocks = [f"{name}.{place}" for name, each in same for place in range(len(each))]
-    is_block = any(word in type(model).__name__.lower() for word in ("layer", "block"))
-    return blocks or ([""] if is_block else [])
+    if blocks:
+        return blocks
+    holders = [".".join(parts[:length]) for length in range(len(parts))]
+    classes = [type(model.get_submodule(each)).__name__.lower() for each in holders]
+    named = [
+        each
+        for each, kind in zip(holders, classes, strict=True)
+        if kind.rstrip("0123456789v").endswith(_BLOCKS)
+    ]
+    return named[-1:]
 
 
 def _is_over_time(layer: nn.Module) -> bool:

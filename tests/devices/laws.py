@@ -24,6 +24,7 @@ from map_cases import MAPS, MapCase, gaussian
 from optimizers import TABLE
 from torch import Tensor, nn
 from toy_device import register
+from training import closure_of
 
 import stiefel_opt as so
 from stiefel_opt.optim import capture
@@ -261,13 +262,7 @@ def test_lbfgs_finds_leading_eigenvectors() -> None:
     matrix = (matrix + matrix.mT).to(DEVICE)
     point = so.ManifoldParameter(so.random_point(12, 3, dtype=torch.float64).to(DEVICE))
     opt = so.StiefelLBFGS([point])
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = -(point * (matrix @ point)).sum()
-        loss.backward()
-        return loss
-
+    closure = closure_of(opt, lambda: -(point * (matrix @ point)).sum())
     for _ in range(5):
         opt.step(closure)
     largest = torch.linalg.eigvalsh(matrix.cpu())[-3:].sum()

@@ -104,8 +104,11 @@ def test_a_rule_writes_to_nothing_it_is_given_and_repeats_itself(
     ],
 )
 def test_every_matrix_of_a_batch_is_treated_for_itself(case, shape, other, generator):
-    """Whatever the gradient of another is: none, long, as long as may be, or not finite."""
-    point, grad, state = problem(case, shape, generator, k=3)
+    """Whatever the gradient of another is: none, long, as long as may be, or not finite.
+
+    Where k = m a batch of matrices could be taken for one of vectors, or the other way.
+    """
+    point, grad, state = problem(case, shape, generator, k=max(3, min(shape[1], 5)))
     grad[1] *= other
     found = tensors(case(point, grad, state, lr=0.1))
     for index in (0, 2):

@@ -10,6 +10,7 @@ import pyreft
 import pytest
 import pyvene
 import torch
+from training import train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stiefel_opt as so
@@ -62,12 +63,10 @@ def test_a_tagged_rotation_is_the_same_function_and_learns_as_well() -> None:
     last = []
     for module, rule in ((theirs, torch.optim.AdamW), (ours, so.StiefelAdamW)):
         optimizer = rule(module.parameters(), lr=1e-2, weight_decay=0.0)
-        for _ in range(100):
-            optimizer.zero_grad()
-            loss = (module(states) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-        last.append(loss.item())
+        losses = train(
+            optimizer, lambda module=module: (module(states) - target).square().mean(), 100
+        )
+        last.append(losses[-1])
         weight = module.rotate_layer.weight.detach()
         torch.testing.assert_close(weight.mT @ weight, torch.eye(4), atol=1e-5, rtol=0)
     assert last[1] < 1.1 * last[0]

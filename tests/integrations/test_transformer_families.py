@@ -7,11 +7,13 @@ are apart, and the order of its rows with what the model itself does.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
+import training
 from tiny import family
 from torch import Tensor, nn
 
@@ -122,12 +124,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 def train(model: nn.Module, steps: int = 3) -> None:
     opt = so.StiefelAdamW(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        opt.zero_grad()
-        loss = loss_of(model)
-        assert loss.isfinite()
-        loss.backward()
-        opt.step()
+    assert all(map(math.isfinite, training.train(opt, lambda: loss_of(model), steps)))
 
 
 def count(model: nn.Module, report: Any) -> int:

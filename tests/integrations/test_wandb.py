@@ -10,6 +10,7 @@ import pytest
 import torch
 from loops import STEPS
 from torch import nn
+from training import train
 
 import stiefel_opt as so
 
@@ -46,11 +47,8 @@ def test_rows_in_a_file(tmp_path, monkeypatch):
     ) as run:
         so.log_orthonormality(opt, model, run, every=8)
         for step in range(STEPS):
-            opt.zero_grad()
-            loss = model(torch.randn(5, 8)).square().sum()
-            loss.backward()
-            opt.step()
-            run.log({"loss": float(loss.detach())}, step=step)  # they keep their own steps
+            (loss,) = train(opt, lambda: model(torch.randn(5, 8)).square().sum())
+            run.log({"loss": loss}, step=step)  # they keep their own steps
     wandb.teardown()  # writes the file
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = []

@@ -275,6 +275,15 @@ REFUSED: list[tuple[list[tuple[dict[str, Any], type[Exception], str]], list[Any]
         ],
         [so.StiefelMuon],
     ),
+    ([({"betas": (0.0, 0.9)}, ValueError, r"betas\[0\]")], [so.AdaptiveAdam]),
+    (
+        [
+            ({"momentum": 0.0}, ValueError, "`momentum`"),
+            ({"momentum": 1.0}, ValueError, "`momentum`"),
+            ({"dampening": 0.1}, ValueError, "`dampening`"),
+        ],
+        [so.AdaptiveSGD],
+    ),
 ]
 SYNONYMS = [
     (so.CayleyAdam, "momentum", "betas"),
@@ -283,6 +292,8 @@ SYNONYMS = [
     (so.CayleySGD, "heads", "stiefel"),
     (so.StiefelLBFGS, "historysize", "history_size"),
 ]
+# Of `test_optim_tags.py`: rules with an option whose None means something.
+WITH_NONE = [so.AdaptiveAdam]
 # Of `test_loading.py`: options before and after, and sizes of the gradients under them,
 # which are equal where the momentum goes on.
 EVEN = (0.05, 0.05)

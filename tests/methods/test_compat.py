@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import in_turn
 from torch import nn
+from training import train
 
 import stiefel_opt as so
 from stiefel_opt.compat import SGDG, AdamG, CaileySGD
@@ -18,15 +19,8 @@ def rotations(dtype=torch.float32):
 
 
 def descend(params, opt, targets, steps):
-    losses = []
-    for _ in range(steps):
-        opt.zero_grad()
-        pairs = zip(params, targets, strict=True)
-        loss = sum((p.float() - target).square().sum() for p, target in pairs)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    return losses
+    pairs = [*zip(params, targets, strict=True)]
+    return train(opt, lambda: sum((p.float() - aim).square().sum() for p, aim in pairs), steps)
 
 
 @pytest.mark.parametrize(

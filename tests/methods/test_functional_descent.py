@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import in_turn, mixed
-from reference import canonical_geodesic, euclidean_geodesic, orthonormality_error, polar_factor
+from reference import orthonormality_error, polar_factor
 from reference_descent import (
     dense_cayley,
     low_rank_cayley,
@@ -97,34 +97,6 @@ def test_cholesky_qr_has_a_positive_diagonal_and_a_second_pass_takes_the_rest(co
     eps = torch.finfo(torch.float64).eps
     assert orthonormality_error(first[0].numpy()) < 100 * eps * condition**2
     assert orthonormality_error(second[0].numpy()) < 10 * eps
-
-
-def slope(times: np.ndarray, errors: list[float]) -> float:
-    return float(np.polyfit(np.log(times), np.log(errors), 1)[0])
-
-
-TIMES = np.array([0.04, 0.02, 0.01, 0.005])
-
-
-def line(X: np.ndarray, T: np.ndarray, V: np.ndarray, t: float) -> np.ndarray:
-    return X + t * (X @ T + V)
-
-
-@pytest.mark.parametrize(
-    ("shape", "retraction", "curve", "order"),
-    [
-        *((*row, line, 1) for row in in_turn([(9, 4), (4, 4), (7, 1), (6, 5)], RETRACTIONS)),
-        ((9, 4), "polar", euclidean_geodesic, 2),
-        ((4, 4), "polar", euclidean_geodesic, 2),
-        ((7, 1), "cayley", canonical_geodesic, 2),
-        ((12, 6), "cayley", canonical_geodesic, 2),
-    ],
-)
-def test_orders_of_retractions(shape, retraction, curve, order, rng):
-    X = start(rng, *shape)
-    T, V = tangent(rng, X)
-    errors = [np.linalg.norm(along(X, t * T, t * V, retraction) - curve(X, T, V, t)) for t in TIMES]
-    assert slope(TIMES, errors) >= order + 0.8
 
 
 # ---- whole steps against the loops ---------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ import stiefel_opt as so
 from stiefel_opt import Stiefel
 
 F64 = torch.float64
+
+
+def unspoilt(_: int, loss: Tensor) -> Tensor:
+    return loss
 
 
 class Problem:
@@ -37,6 +42,7 @@ class Problem:
         ]
         self.optimizer = so.StiefelLBFGS(self.parameters, **{"max_iter": 3, **options})
         self.losses: list[float] = []
+        self.spoilt: Callable[[int, Tensor], Tensor] = unspoilt  # by the number of the call
 
     def loss(self) -> Tensor:
         pairs = zip(self.parameters, self.targets, strict=True)
@@ -47,7 +53,7 @@ class Problem:
         loss = self.loss()
         loss.backward()
         self.losses.append(loss.item())
-        return loss
+        return self.spoilt(len(self.losses), loss)
 
     def step(self) -> Any:
         return self.optimizer.step(self.closure)
@@ -199,71 +205,51 @@ def test_a_start_that_is_not_finite_changes_nothing(what: str, nonfinite: str) -
     problem.step()
     before, order = problem.values(), list(problem.optimizer.state[problem.plain]["order"])
 
-    def closure() -> Tensor:
-        loss = problem.closure()
+    def spoilt(_: int, loss: Tensor) -> Tensor:
         if what == "gradient":
-            problem.tall.grad[0, 0] = float("nan")  # type: ignore[index]
-            return loss
-        return loss * float("nan")
+            problem.tall.grad[0, 0] = torch.nan  # type: ignore[index]
+        return loss if what == "gradient" else loss * torch.nan
 
+    problem.spoilt = spoilt
     named = "grad of parameter 1 of group 0" if what == "gradient" else "loss"
     if nonfinite == "skip":
         with pytest.warns(UserWarning, match=f"{named}: not finite"):
-            problem.optimizer.step(closure)
+            problem.step()
     else:
         with pytest.raises(ValueError, match=f"`{named}` must be finite"):
-            problem.optimizer.step(closure)
+            problem.step()
     assert equal(problem.values(), before)
     assert problem.optimizer.state[problem.plain]["order"] == order
     skipped = problem.optimizer.skipped_steps()
-    if what == "gradient":
-        assert skipped == {"parameter 1 of group 0": 1}
+    assert what == "loss" or skipped == {"parameter 1 of group 0": 1}
+    problem.spoilt = unspoilt
     problem.step()
     assert problem.losses[-1] < problem.losses[0]
 
 
 def test_trials_that_are_not_finite_count_as_uphill() -> None:
     problem = Problem(max_iter=10)
-    count = 0
-
-    def closure() -> Tensor:
-        nonlocal count
-        count += 1
-        loss = problem.closure()
-        return loss * float("nan") if count in (2, 5) else loss
-
-    problem.optimizer.step(closure)
+    problem.spoilt = lambda call, loss: loss * (torch.nan if call in (2, 5) else 1.0)
+    problem.step()
     assert problem.losses[-1] < problem.losses[0]
     assert all(bool(value.isfinite().all()) for value in problem.values())
 
 
-def test_a_step_of_fixed_length_into_nan_is_taken_back() -> None:
-    problem = Problem(line_search_fn=None, lr=0.01)
-    before, count = problem.values(), 0
-
-    def closure() -> Tensor:
-        nonlocal count
-        count += 1
-        return problem.closure() * (float("nan") if count == 2 else 1.0)
-
-    with pytest.warns(UserWarning, match="loss: not finite"):
-        problem.optimizer.step(closure)
-    assert equal(problem.values(), before)
-
-
-def test_an_exception_leaves_the_start_of_the_line_search() -> None:
-    problem, count = Problem(), 0
+@pytest.mark.parametrize("options", [{"line_search_fn": None, "lr": 0.01}, {}])
+def test_a_second_call_that_fails_leaves_the_start(options: dict[str, Any]) -> None:
+    """A step of fixed length into NaN is taken back, as a line search that an exception ends."""
+    problem = Problem(**options)
     before = problem.values()
 
-    def closure() -> Tensor:
-        nonlocal count
-        count += 1
-        if count == 2:
+    def spoilt(call: int, loss: Tensor) -> Tensor:
+        if call == 2 and not options:
             raise KeyboardInterrupt
-        return problem.closure()
+        return loss * (torch.nan if call == 2 else 1.0)
 
-    with pytest.raises(KeyboardInterrupt):
-        problem.optimizer.step(closure)
+    problem.spoilt = spoilt
+    told = pytest.warns(UserWarning, match="loss: not finite")
+    with told if options else pytest.raises(KeyboardInterrupt):  # type: ignore[attr-defined]
+        problem.step()
     assert equal(problem.values(), before)
     problem.step()
     assert problem.losses[-1] < problem.losses[0]
@@ -301,20 +287,13 @@ def test_a_loss_that_is_a_small_difference_of_large_sums_ends_without_a_warning(
         A = (data.mT @ data).to(dtype)
         X = so.ManifoldParameter(so.random_point(9, 3, generator=generator, dtype=dtype))
         optimizer = so.StiefelLBFGS([X], max_iter=50, tolerance_change=0.0, tolerance_grad=0.0)
-
-        def closure(A: Tensor = A, X: Tensor = X, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            if kind == "plain":
-                loss = A.trace() - (X * (A @ X)).sum()
-            elif kind == "projector":
-                loss = (A @ (torch.eye(9, dtype=A.dtype) - X @ X.mT)).trace()
-            else:
-                loss = (1e4 - (X * (A @ X)).sum()) - (1e4 - A.trace())
-            loss.backward()
-            return loss
-
+        losses: dict[str, Callable[..., Tensor]] = {
+            "plain": lambda A, X: A.trace() - (X * (A @ X)).sum(),
+            "projector": lambda A, X: (A @ (torch.eye(9, dtype=A.dtype) - X @ X.mT)).trace(),
+            "shifted": lambda A, X: (1e4 - (X * (A @ X)).sum()) - (1e4 - A.trace()),
+        }
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, partial(losses[kind], A, X)))
         assert X.grad is not None
         assert bool(X.grad.isfinite().all())
         values = torch.linalg.eigvalsh(A.double())
@@ -358,7 +337,7 @@ def test_report_shows_angles_and_missed_steps() -> None:
 
 # ---- messages ------------------------------------------------------------------------------------
 
-POINT = so.random_point(4, 2)
+POINT, SHARED = so.random_point(4, 2), torch.eye(12)
 NOT_CREATED: list[tuple[Any, dict[str, Any], str]] = [
     ([POINT], {"lr": -1}, "Invalid learning rate"),
     ([POINT], {"max_iter": 0}, "`max_iter` must"),
@@ -374,6 +353,7 @@ NOT_CREATED: list[tuple[Any, dict[str, Any], str]] = [
     ([torch.zeros(3)], {}, "at least 2 dimensions"),
     ([POINT.bfloat16()], {}, "float32 or float64 for StiefelLBFGS"),
     ([POINT.half()], {}, "float32 or float64 for StiefelLBFGS"),
+    ([nn.Parameter(SHARED), nn.Parameter(SHARED.T)], {}, "memory of its own"),
     ([("a", POINT), ("b", POINT.double())], {}, "`b` must be as precise as the first parameter"),
 ]
 
@@ -474,25 +454,13 @@ def test_autocast_does_not_reach_the_step() -> None:
 def test_another_precision_starts_the_memory_anew() -> None:
     layer = so.constrain(nn.Linear(3, 6, dtype=F64))
     optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=3)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        x = torch.ones(1, 3, dtype=layer.weight.dtype)
-        loss = (layer(x) ** 2 - 1).square().sum()
-        loss.backward()
-        return loss.item()
-
+    closure = closure_of(
+        optimizer, lambda: (layer(torch.ones(1, 3).to(layer.weight)) ** 2 - 1).square().sum()
+    )
     first = optimizer.step(closure)
     layer.float()
     optimizer.step(closure)
     assert closure() < first
-
-
-def test_lbfgs_refuses_shared_memory_too() -> None:
-    buffer = torch.eye(12)
-    tagged, plain = nn.Parameter(buffer), nn.Parameter(buffer.T)
-    with pytest.raises(ValueError, match="memory of its own"):
-        so.StiefelLBFGS([tagged, plain], stiefel=True)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

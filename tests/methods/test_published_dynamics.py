@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
+from cases import Array
 from dynamics import (
+    GEODESICS,
     Problem,
     Stepper,
     damped_errors,
@@ -16,10 +19,6 @@ from dynamics import (
     run_reference,
 )
 from dynamics import problem as problem
-from reference import (
-    canonical_geodesic,
-    euclidean_geodesic,
-)
 from reference_momentum import PublishedSGDReference
 from rows_of_methods import ROTATIONS
 
@@ -63,19 +62,14 @@ def test_the_published_transport_stays_away_from_the_dynamics_of_the_metric(
 
 
 @STEPPERS
-def test_the_published_transport_leaves_the_canonical_geodesic(
-    run: Stepper, problem: Problem
+@GEODESICS
+def test_of_the_geodesics_the_published_transport_follows_the_euclidean_one(
+    run: Stepper, metric: str, geodesic: Callable[..., Array], problem: Problem
 ) -> None:
-    expected = canonical_geodesic(problem.X, problem.Y, problem.V, 1.0)
-    errors = free_errors(run, problem, expected, "canonical")
-    assert errors.min() > 0.05
-    assert abs(orders(errors)[-1]) < 0.3
-
-
-@STEPPERS
-def test_the_published_transport_follows_the_euclidean_geodesic(
-    run: Stepper, problem: Problem
-) -> None:
-    expected = euclidean_geodesic(problem.X, problem.Y, problem.V, 1.0)
-    errors = free_errors(run, problem, expected, "euclidean")
-    assert ((orders(errors) > 0.9) & (orders(errors) < 1.1)).all(), errors
+    expected = geodesic(problem.X, problem.Y, problem.V, 1.0)
+    errors = free_errors(run, problem, expected, metric)
+    if metric == "euclidean":
+        assert ((orders(errors) > 0.9) & (orders(errors) < 1.1)).all(), errors
+    else:
+        assert errors.min() > 0.05
+        assert abs(orders(errors)[-1]) < 0.3

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 from stiefel_opt.nn import (
@@ -166,12 +167,9 @@ def test_unit_rows_are_stepped_on_their_spheres(generator):
     assert head.weight.manifold == so.Stiefel(heads=5)
     optimizer = so.StiefelAdam(head.parameters(), lr=0.1)
     before = head.weight.detach().clone()
-    for _ in range(20):
-        optimizer.zero_grad()
-        images = torch.randn(16, 12, generator=generator)
-        labels = torch.randint(5, (16,), generator=generator)
-        MarginCrossEntropy()(head(images), labels).backward()
-        optimizer.step()
+    images = torch.randn(16, 12, generator=generator)
+    labels = torch.randint(5, (16,), generator=generator)
+    train(optimizer, lambda: MarginCrossEntropy()(head(images), labels), 20)
     torch.testing.assert_close(head.weight.norm(dim=1), torch.ones(5))
     assert float((head.weight.detach() - before).abs().max()) > 0.05
     assert so.orthonormality_error(head.weight.detach()) > 1e-3

@@ -5,7 +5,6 @@ No accelerator is needed: `as_accelerator` makes the package believe that the CP
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import warnings
@@ -18,7 +17,6 @@ from contract import (
     IS_ON_CPU,
     RULES,
     TABLE,
-    assert_same,
     backward,
     constrained,
     every_rule,
@@ -224,7 +222,13 @@ def bytes_that_live() -> int:
 
 
 def trained(
-    name: str, dtype: torch.dtype, steps: int, host: bool, spoil: dict[int, str], **options: Any
+    name: str,
+    dtype: torch.dtype,
+    steps: int,
+    host: bool,
+    spoil: dict[int, str],
+    size: float = 1.0,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
     """Train with gradients that depend on the step only; in `spoil` those of a layer are NaN."""
     with pytest.MonkeyPatch.context() as patch:
@@ -234,6 +238,8 @@ def trained(
         opt = optimizer(name, net.named_parameters(), **{"weight_decay": 0, **options})
         for step in range(steps):
             fill(net.parameters(), step)
+            for parameter in net.parameters():
+                parameter.grad *= size
             if step in spoil:
                 net.get_parameter(spoil[step]).grad.view(-1)[1] = torch.nan
             with warnings.catch_warnings():
@@ -243,13 +249,23 @@ def trained(
     return net, opt
 
 
-@pytest.mark.parametrize(("name", "nonfinite"), in_turn(RULES, ["skip", "ignore"]))
-def test_the_steps_are_those_of_a_cpu(name: str, nonfinite: str) -> None:
-    net, _ = trained(name, torch.float64, 12, False, {}, nonfinite=nonfinite)
-    twin, _ = trained(name, torch.float64, 12, True, {}, nonfinite=nonfinite)
-    for (key, one), two in zip(net.named_parameters(), twin.parameters(), strict=True):
+@pytest.mark.parametrize(
+    ("name", "nonfinite", "spoil"),
+    [
+        *((*row, {}) for row in in_turn(RULES, ["skip", "ignore"])),
+        *((name, "skip", {5: "up.weight"}) for name in RULES),
+    ],
+)
+def test_the_steps_are_those_of_a_cpu(name: str, nonfinite: str, spoil: dict[int, str]) -> None:
+    """Also behind one that was skipped, of which the host learns late: it is not counted."""
+    size = 0.05 if spoil else 1.0  # no step is cut
+    found = [
+        trained(name, torch.float64, 12, host, spoil, size, nonfinite=nonfinite)[0]
+        for host in (False, True)
+    ]
+    for (key, one), two in zip(found[0].named_parameters(), found[1].parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=TABLE[name].unread, msg=key)
-    assert so.orthonormality_error(net) < 1e-14
+    assert so.orthonormality_error(found[0]) < 1e-14
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), "falls"], ids=str)
@@ -301,37 +317,6 @@ def test_the_others_move_by_the_same_bits_beside_a_nan(name: str) -> None:
                 assert torch.equal(one, two) is (key != "k.weight"), key
             else:
                 torch.testing.assert_close(one, two, rtol=0, atol=1e-5, msg=key)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "options"),
-    [
-        ("sgd", (9, 4), {}),
-        ("sgd", (5, 5), {}),
-        ("adam", (9, 4), {}),
-        ("adam", (5, 5), {}),
-        ("adam", (9, 4), {"transport": "projected"}),
-        ("adam", (9, 4), {"metric": "euclidean"}),
-    ],
-)
-def test_a_gradient_whose_squares_overflow_leaves_weight_and_state(
-    name: str, shape: tuple[int, int], options: dict[str, Any]
-) -> None:
-    """A second moment would never forget it."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [so.ManifoldParameter(torch.randn(shape, generator=generator)) for _ in range(2)]
-    opt = optimizer(name, weights, weight_decay=0, **options)
-    for step in range(4):
-        before = copy.deepcopy([(w.detach(), dict(opt.state[w])) for w in weights])
-        for weight in weights:
-            weight.grad = torch.randn(shape, generator=generator)
-        if step == 3:
-            weights[1].grad *= 1e25  # type: ignore[operator]
-        opt.step()
-    assert_same(weights[1].detach(), before[1][0])
-    assert_same(dict(opt.state[weights[1]]), before[1][1])
-    assert not torch.equal(weights[0], before[0][0])
-    assert list(opt.skipped_steps().values()) == [1]
 
 
 @every_rule
@@ -496,23 +481,3 @@ def test_a_checkpoint_ends_what_a_skipped_step_has_cost(name: str) -> None:
     with pytest.warns(UserWarning, match="not finite"):
         opt.state_dict()
     assert calls() <= before
-
-
-@every_rule
-def test_a_step_that_was_skipped_is_not_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host may learn of it late, but then the numbers of later steps are those of a CPU."""
-    nets = []
-    for is_on_cpu in (True, False):
-        monkeypatch.setattr(IS_ON_CPU, lambda _, answer=is_on_cpu: answer)
-        net = model().double()
-        opt = optimizer(name, net.parameters())
-        for step in range(12):
-            backward(net, step, 0.05)  # no step is cut
-            if step == 5:
-                net.up.weight.grad[0, 0] = math.nan
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*was not finite")
-                opt.step()
-        nets.append(net)
-    for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=TABLE[name].unread)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import READING_CASES, in_turn
 from contract import (
     every_rule,
     fill,
@@ -17,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.numerics.geometry import random_point
 
 LAYERS, WIDTH, HEADS = 12, 16, 4
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
@@ -175,28 +173,3 @@ def test_plain_rows_take_a_conjugated_gradient(rule, generator):
     for parameter in parameters:
         rule([parameter], lr=0.1).step()
     torch.testing.assert_close(*parameters, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("case", "shape"),
-    [
-        *((case, (3, 8, 3)) for case in READING_CASES),
-        *in_turn(READING_CASES, [(4, 17, 16), (3, 3, 3), (40, 9, 8), (6, 64, 16)]),
-    ],
-    ids=lambda value: str(getattr(value, "name", value)),
-)
-def test_matrices_move_together_as_each_for_itself(case, shape, generator):
-    """Where k = m a batch of matrices could be taken for one of vectors, or the other way."""
-    count, *shape = shape
-    starts = [random_point(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
-    together = [so.ManifoldParameter(start) for start in starts]
-    alone = [so.ManifoldParameter(start.clone()) for start in starts]
-    optimizers = [case.optimizer(together), *(case.optimizer([weight]) for weight in alone)]
-    for _ in range(12 if count == 3 else 4):
-        for weight, own in zip(together, alone, strict=True):
-            weight.grad = own.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-        for opt in optimizers:
-            opt.step()
-    for weight, own in zip(together, alone, strict=True):
-        torch.testing.assert_close(weight, own, rtol=0, atol=1e-12 if count == 3 else 1e-9)
-        assert so.orthonormality_error(weight) < 1e-12

@@ -119,16 +119,3 @@ def test_long_steps_stay_on_the_manifold(name, generator):
             p.grad = 100 * torch.randn(p.shape, dtype=torch.complex128, generator=generator)
         opt.step()
     assert max(float(so.orthonormality_error(p)) for p in params) < 1e-13
-
-
-@on_machines(cpu="sgd adam", as_accelerator="sgd-nesterov")
-def test_real_matrices_in_complex_numbers_move_as_real_ones(name, generator):
-    real = so.ManifoldParameter(random_point(9, 4, dtype=torch.float64, generator=generator))
-    both = so.ManifoldParameter(real.detach().to(torch.complex128))
-    opts = [optimizer(name, [p]) for p in (real, both)]
-    for _ in range(12):
-        real.grad = torch.randn(9, 4, dtype=torch.float64, generator=generator)
-        both.grad = real.grad.to(torch.complex128)
-        for opt in opts:
-            opt.step()
-    torch.testing.assert_close(both.detach(), real.detach().to(both.dtype), rtol=0, atol=1e-12)

@@ -1,6 +1,7 @@
 """What code written for torch's optimizers may do: closures, groups, schedulers, hooks, edits."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from contract import (
     on_machines,
     optimizer,
     train,
+    trained,
 )
 from optimizers import CLIENTS
 from torch import nn
@@ -101,43 +103,6 @@ def test_to_maximize_a_loss_is_to_minimize_its_negative(name):
         torch.testing.assert_close(p, q, atol=1e-9, rtol=0, msg=path)
     for left, right in zip(opt.velocity(net.up.weight), up.velocity(other.up.weight), strict=True):
         torch.testing.assert_close(left, right, atol=1e-9, rtol=0)
-
-
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(
-    ("name", "kind", "machine"),
-    [
-        *mixed(9, OPTIMIZERS, ["frozen", "added later"], ["cpu", "as_accelerator"]),
-        ("sgd", "frozen", "compiled"),
-    ],
-    indirect=["machine"],
-)
-def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
-    """It starts with its own step number, and it and the others move as if each were alone."""
-    torch.manual_seed(0)
-    start = [so.ManifoldParameter(torch.linalg.qr(torch.randn(7, 3).double())[0]) for _ in range(3)]
-    grads = torch.randn(8, 3, 7, 3).double()
-    params = copy.deepcopy(start)
-    opt = optimizer(name, params[:2] if kind == "added later" else params)
-    if kind == "frozen":
-        params[2].requires_grad_(False)
-    for step in range(8):
-        if step == 3 and kind == "added later":
-            opt.add_param_group({"params": params[2:]})
-        if step == 3 and kind == "frozen":
-            params[2].requires_grad_(True)
-        for index, p in enumerate(params):
-            p.grad = None if index == 2 and step < 3 else grads[step, index]
-        opt.step()
-    for index, p in enumerate(copy.deepcopy(start)):
-        alone = optimizer(name, [p])
-        for step in range(3 if index == 2 else 0, 8):
-            p.grad = grads[step, index]
-            alone.step()
-        torch.testing.assert_close(params[index], p, atol=1e-14, rtol=0)
-        assert opt.state[params[index]]["step"] == alone.state[p]["step"]
-        for key, value in alone.state[p].items():
-            torch.testing.assert_close(opt.state[params[index]][key], value, atol=1e-13, rtol=1e-13)
 
 
 def taken(opt, group):
@@ -369,3 +334,13 @@ def test_every_optimizer_is_under_this_contract():
     public = {each for each in shown if isinstance(each, type) and hasattr(each, "rule_for")}
     rows = [*TABLE.values(), *PUBLISHED.values()]
     assert public == {row.optimizer for row in rows}
+
+
+def test_adamw_is_adam_with_torchs_decay_and_has_torchs_defaults():
+    moved, alike = trained("adamw"), trained("adam", weight_decay=0.01, decoupled_weight_decay=True)
+    for p, q in zip(moved[0].parameters(), alike[0].parameters(), strict=True):
+        assert_same(p.detach(), q.detach())
+    ours = inspect.signature(so.StiefelAdamW).parameters
+    for name, parameter in inspect.signature(torch.optim.AdamW).parameters.items():
+        assert ours[name].default == parameter.default, name
+    assert inspect.signature(so.StiefelSGD).parameters["momentum"].default == 0.9  # torch: 0

@@ -21,6 +21,7 @@ from contract import (
 )
 from optimizers import CLIENTS, OF_CLASS
 from torch import nn
+from training import train
 
 import stiefel_opt as so
 
@@ -62,6 +63,7 @@ ALL = [
     ),
     ({"stiefel": "yes"}, TypeError, "`stiefel` must be None, True, False or a Stiefel, got 'yes'"),
     ({"stiefel": {"heads": 0}}, ValueError, "`heads` must be at least 1, got 0"),
+    ({"stiefel": {"foo": 2}}, ValueError, "`stiefel` must have no other keys than"),
 ]
 METRICS = [
     ({"metric": 1.0}, ValueError, r"`metric` must be in \(-inf, 1\), got 1.0"),
@@ -87,8 +89,15 @@ ADAM_ONLY = [
     ({"amsgrad": None}, TypeError, "`amsgrad` must be True or False, got None"),
     ({"lr": torch.tensor(0.1), "foreach": True}, ValueError, "`lr` must be a number with foreach"),
 ]
+RADII = [
+    ({"radius": "virtuel"}, ValueError, r"`radius` must be one of \['angle', 'virtual'\]"),
+    ({"radius": 0}, ValueError, r"`radius` must be in \(0, inf\), got 0"),
+    ({"radius": -1}, ValueError, "`radius`"),
+    ({"nesterov": 1}, TypeError, "`nesterov`"),
+]
 TABLES = [
     (ALL, ALL_RULES),
+    (RADII, [ADAM, so.StiefelAdamW]),
     (METRICS, [rule for rule in ALL_RULES if "metric" in OF_CLASS[rule].own]),
     (FLOWS, [rule for rule in ALL_RULES if "transport" in OF_CLASS[rule].own]),
     (SGD_ONLY, [rule for rule in ALL_RULES if OF_CLASS[rule].proportional]),
@@ -178,8 +187,6 @@ LATER = [
         )
     ),
     (SGD, {"lr": torch.ones(2)}, ValueError, r"`lr` must have one element, got shape \(2,\)"),
-    (ADAM, {"radius": "virtuel"}, ValueError, r"`radius` must be one of \['angle', 'virtual'\]"),
-    (ADAM, {"radius": 0}, ValueError, r"`radius` must be in \(0, inf\), got 0"),
     (ADAM, {"nonfinite": "drop"}, ValueError, "`nonfinite` must be one of"),
 ]
 
@@ -206,15 +213,6 @@ def test_options_that_a_group_is_given_later_are_checked_before_anything_moves(
     group.update(earlier)
     opt.step()
     assert not torch.equal(net[1].weight, before[0][2][0])
-
-
-def test_a_learning_rate_below_zero_of_a_schedule_passes_with_other_options():
-    """A schedule that runs past its end, of several options."""
-    net = so.constrain(nn.Linear(8, 8))
-    opt = SGD(net.parameters(), lr=0.1)
-    backward(net, 0)
-    opt.param_groups[0].update(lr=-0.01, momentum=0.8)
-    opt.step()
 
 
 MISSPELLED = {
@@ -500,11 +498,8 @@ def test_sparse_gradients_of_plain_parameters():
     other = nn.Embedding(4, 3, sparse=True)
     other.load_state_dict(table.state_dict())
     opts = [SGD(table.parameters(), stiefel=False), torch.optim.SGD(other.parameters(), 1e-3, 0.9)]
-    for _ in range(3):
-        for net, opt in zip((table, other), opts, strict=True):
-            opt.zero_grad()
-            net(torch.tensor([1, 1, 3])).sum().backward()
-            opt.step()
+    for net, opt in zip((table, other), opts, strict=True):
+        train(opt, lambda net=net: net(torch.tensor([1, 1, 3])).sum(), 3)
     assert torch.equal(table.weight, other.weight)
     adam = ADAM([("table", table.weight)], stiefel=False)
     before = table.weight.detach().clone()
@@ -520,10 +515,3 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     weight.grad = torch.ones_like(weight)
     opt.step()
     through_file(opt.state_dict())
-
-
-def test_unknown_words_of_a_reading_are_named() -> None:
-    with pytest.raises(ValueError, match="`stiefel` must have no other keys than"):
-        so.StiefelSGD([nn.Parameter(torch.eye(3))], stiefel={"foo": 2})
-    with pytest.raises(TypeError, match="`manifold` must be None or a Stiefel, got 'x'"):
-        so.orthonormality_error(torch.eye(3), "x")

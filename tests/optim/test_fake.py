@@ -10,6 +10,7 @@ from contract import RULES
 from contract import optimizer as make
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from training import closure_of
 
 import stiefel_opt as so
 from stiefel_opt.numerics.roots import roots
@@ -25,8 +26,7 @@ def test_a_training_of_fake_tensors_reads_nothing(name: str, dtype: torch.dtype)
         so.constrain(net[1], rows=((0, 3), (5, 12)))
         opt = make(name, net.parameters())
         for _ in range(2):
-            opt.zero_grad()
-            net(torch.randn(2, 8, dtype=dtype)).sum().backward()
+            closure_of(opt, lambda: net(torch.randn(2, 8, dtype=dtype)).sum())()
             opt.step()
         with torch.no_grad():
             net(torch.randn(2, 8, dtype=dtype))

@@ -92,12 +92,17 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(
     chosen, together, alone = SCHEDULES[schedule], parameters(dtype, copies=2), []
     if half := dtype is torch.bfloat16:
         together = together[:-2]  # torch's own steps round what they write
-    opt = optimizer(name, together)
+    late = (
+        [together[i] for i in (1, 5)] if schedule == "one is late" else []
+    )  # a group of their own
+    opt = optimizer(name, [p for p in together if all(p is not own for own in late)])
     for parameter in together:
         own = copy.deepcopy(parameter)
         alone.append((own, optimizer(name, [own])))
     counts = [0] * len(together)
     for step in range(9):  # past one that corrects rounding
+        if late and step == 5:
+            opt.add_param_group({"params": late})
         fill(together, step, lambda i, step=step: chosen(i, step, len(together)))
         opt.step()
         for index, (parameter, (own, own_opt)) in enumerate(zip(together, alone, strict=True)):

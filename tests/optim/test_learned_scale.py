@@ -17,6 +17,7 @@ from scale_cases import (
     LAYOUTS,
     MORE,
     RULES,
+    each_matrix,
     fit,
     g_of,
     net,
@@ -26,6 +27,7 @@ from scale_cases import (
     weight,
 )
 from torch import Tensor, nn
+from training import train as descend
 
 import stiefel_opt as so
 from stiefel_opt.functional.learned_scale import CAP, PULL
@@ -52,7 +54,7 @@ def test_other_rules_find_it_too(name: str) -> None:
     rule, options = MORE[name]
     parameter = weight("heads")
     target, factors = target_of(parameter)
-    fit(parameter, rule([{"params": [parameter], "scale_pull": 0.0}], **options), target)
+    fit(parameter, rule([parameter], scale_pull=0.0, **options), target)
     torch.testing.assert_close(scales(parameter, parameter.manifold), factors, rtol=0.02, atol=0.0)
     assert float(so.orthonormality_error(parameter)) < 1e-12
 
@@ -149,12 +151,9 @@ def test_a_factorised_layer_trains_its_floating_scale() -> None:
     opt = so.StiefelSGD(layer.parameters(), lr=0.3, scale_pull=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 1e-3, 300)
     for _ in range(300):
-        opt.zero_grad()
-        (layer(inputs) - inputs @ target.T).square().mean().backward()
-        opt.step()
+        (loss,) = descend(opt, lambda: (layer(inputs) - inputs @ target.T).square().mean())
         schedule.step()
-    loss = (layer(inputs) - inputs @ target.T).square().mean().detach()
-    assert float(loss) < 1e-4
+    assert loss < 1e-4
     assert float(g_of(layer.weight)) == pytest.approx(3.0, rel=1e-2)
 
 
@@ -338,6 +337,37 @@ def test_points_of_a_learned_scale() -> None:
     assert so.Stiefel.from_dict(reading.as_dict()) == reading
     with pytest.raises(TypeError, match="learn_scale"):
         so.Stiefel(learn_scale=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trained_weight_that_is_constrained_again_keeps_its_scales(layout: str) -> None:
+    parameter = weight(layout)
+    reading, value = parameter.manifold, target_of(parameter)[0]
+    options = {"flatten": False, **LAYOUTS[layout][1], "learn_scale": True}
+    options.pop("dtype", None)
+
+    def constrained(value: Tensor, scale: Any) -> so.ManifoldParameter:
+        holder = nn.ParameterDict({"w": nn.Parameter(value.clone())})
+        return so.constrain(holder, "w", **{**options, "scale": scale})["w"]
+
+    assert_same(constrained(value, "keep").detach(), value)
+    with pytest.warns(UserWarning, match="seems trained.*scale='keep'"):
+        reset = constrained(value, 3.0)
+    near = 1e-2 if value.dtype == torch.bfloat16 else 1e-9
+    expected = torch.full_like(scales(value, reading), 3.0)
+    torch.testing.assert_close(scales(reset, reading), expected, rtol=near, atol=0)
+
+    own = reading.matrices(reading.parts(spoiled := value.clone())[0], 0)
+    own[(*(0,) * (own.ndim - 2), slice(None), 0)] *= 1.1  # one column of one matrix
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may seem trained, and moves
+        mended = constrained(spoiled, "keep")
+    assert_same(each_matrix(mended, reading)[1:], each_matrix(value, reading)[1:])
+    assert float(scales(mended, reading)[0]) == pytest.approx(mended.manifold.scale, rel=near)
+
+
+def test_a_fresh_weight_of_vectors_is_not_taken_for_a_trained_one() -> None:
+    assert not warnings_of(lambda: so.constrain(nn.Linear(64, 1), learn_scale=True))
 
 
 def test_a_report_shows_the_scales_and_the_error_of_what_they_multiply() -> None:

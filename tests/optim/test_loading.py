@@ -37,6 +37,7 @@ from contract import (
 from optimizers import CLIENTS
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from training import train as descend
 
 import stiefel_opt as so
 
@@ -327,9 +328,10 @@ def test_state_that_is_no_parameters_is_left_alone():
     assert [other.state[key] for key in ("history", "text", "numbers")] == [[1, 2], "step", {0: 1}]
 
 
-def test_a_learning_rate_that_a_step_takes_can_be_loaded():
+def test_a_learning_rate_below_zero_of_a_schedule_passes_with_other_options_and_in_a_file():
     net, opt = trained("sgd", 1)
-    opt.param_groups[0]["lr"] = -0.01
+    opt.param_groups[0].update(lr=-0.01, momentum=0.8)
+    train(net, opt, 1, 2)
     other = optimizer("sgd", net.parameters())
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert other.param_groups[0]["lr"] == -0.01
@@ -385,34 +387,28 @@ def test_truncated_files_are_refused_before_they_reach_an_optimizer(tmp_path):
     opt.load_state_dict(torch.load(path, weights_only=True))
 
 
-@tried_with("sgd", "adam-amsgrad")
-def test_state_that_is_missing_starts_anew_for_its_parameter_only(name):
-    """As in torch: parameters that were frozen, or added, have none."""
-    net, opt = trained(name)
-    saved = through_file(opt.state_dict())
+def without_state(saved: Any, opt: Any, net: nn.Module) -> None:
     (group,) = saved["param_groups"]
-    number = group["params"][group["param_names"].index("up.weight")]
-    del saved["state"][number]
-    fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, fresh.named_parameters())
-    fresh_opt.load_state_dict(saved)
-    assert fresh.up.weight not in fresh_opt.state
+    del saved["state"][group["params"][group["param_names"].index("up.weight")]]
     opt.state.pop(net.up.weight)
-    train(net, opt, 3, 6)
-    train(fresh, fresh_opt, 3, 6)
-    assert_same_training((net, opt), (fresh, fresh_opt))
 
 
-@tried_with("sgd")
-def test_checkpoints_without_a_mark_load(name):
-    """Those that an earlier version has written."""
-    net, opt = trained(name)
-    saved = through_file(opt.state_dict())
+def without_mark(saved: Any, *_: Any) -> None:
     for group in saved["param_groups"]:
         del group["rule"], group["format"]
+
+
+@pytest.mark.parametrize("change", [without_state, without_mark])
+@tried_with("sgd", "adam-amsgrad")
+def test_state_of_one_parameter_and_the_mark_may_be_missing(name, change):
+    """As in torch, of one that was frozen or added; and in files of an earlier version."""
+    net, opt = trained(name)
+    saved = through_file(opt.state_dict())
+    change(saved, opt, net)
     fresh = copy.deepcopy(net)
     fresh_opt = optimizer(name, fresh.named_parameters())
     fresh_opt.load_state_dict(saved)
+    assert (fresh.up.weight in fresh_opt.state) == (change is without_mark)
     train(net, opt, 3, 6)
     train(fresh, fresh_opt, 3, 6)
     assert_same_training((net, opt), (fresh, fresh_opt))
@@ -467,18 +463,24 @@ def test_from_torch_the_plain_state_is_kept_and_the_rest_starts_anew(name):
     assert so.orthonormality_error(net) < 1e-5
 
 
-def test_torch_takes_our_checkpoints_of_plain_parameters():
-    """The way back: what torch does not know stays in the group."""
-    net, opt = trained("adam")
-    other = copy.deepcopy(net)
-    theirs = torch.optim.Adam([other.out.weight], lr=0.1)
-    ours = so.StiefelAdam([net.out.weight], stiefel=False)
-    ours.state[net.out.weight] = opt.state[net.out.weight]
-    theirs.load_state_dict(through_file(ours.state_dict()))
-    for each, its in ((net, ours), (other, theirs)):
-        backward(each, 3)
-        its.step()
-    assert torch.equal(net.out.weight, other.out.weight)
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [(so.StiefelAdam, {"stiefel": False}), (torch.optim.AdamW, {}), (torch.optim.Adam, {})],
+)
+def test_what_adamw_loads_decays_decoupled(source: Any, options: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+    earlier = source(net.parameters(), lr=0.02, weight_decay=0.1, **options)
+    train(net, earlier, 0, 3)
+    twin, saved = copy.deepcopy((net, earlier.state_dict()))
+    ours = so.StiefelAdamW(net.parameters(), stiefel=False)
+    ours.load_state_dict(earlier.state_dict())
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.02, weight_decay=0.1)
+    theirs.load_state_dict({**saved, "param_groups": theirs.state_dict()["param_groups"]})
+    for each, its in ((net, ours), (twin, theirs)):
+        train(each, its, 3, 6)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert all(group["decoupled_weight_decay"] for group in ours.param_groups)
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -595,10 +597,7 @@ def test_a_kept_scale_is_the_saved_one_but_for_rounding(
         return net, optimizer(name, net.parameters())
 
     net, opt = build(0)
-    for _ in range(5):
-        opt.zero_grad()
-        net(torch.ones(3, shape[0], dtype=dtype)).square().sum().backward()
-        opt.step()
+    descend(opt, lambda: net(torch.ones(3, shape[0], dtype=dtype)).square().sum(), 5)
     for seed in range(1, 9):
         other, loaded = build(seed)
         if shape == (16, 32) and dtype is not torch.bfloat16:

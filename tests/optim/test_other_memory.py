@@ -62,46 +62,35 @@ def set_storage(tensors: list[Tensor]) -> None:
 MOVES = {"data": give_other_data, "shared": share, "set_": set_storage}
 
 
-@pytest.mark.parametrize(("name", "move"), in_turn([*RULES, "sgd"], MOVES))
-def test_state_that_got_other_memory_in_place_is_what_the_step_uses(name: str, move: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "move", "of_state"),
+    [
+        *((*row, True) for row in in_turn([*RULES, "sgd"], MOVES)),
+        *((*row, False) for row in in_turn([*RULES, "adam"], ["data", "shared", "data"])),
+    ],
+)
+def test_what_got_other_memory_is_what_the_step_uses(name: str, move: str, of_state: bool) -> None:
+    """State or parameters; what they have left is not written to."""
     params, others = pair(), pair()
     opt, other_opt = optimizer(name, params), optimizer(name, others)
     train(params, opt, 0, 5)
     train(others, other_opt, 0, 5)
+    state = [tensor for each in opt.state.values() for tensor in each.values()]
+    moved = state if of_state else params
+    left, kept = [each.detach().clone() for each in moved], [each.data for each in moved]
     with torch.no_grad():
-        MOVES[move]([tensor for state in opt.state.values() for tensor in state.values()])
+        MOVES[move](moved)
     train(params, opt, 5, 10)
     train(others, other_opt, 5, 10)
+    for old, value in zip(kept, left, strict=True):  # what is shared keeps its storage
+        assert move != "data" or torch.equal(old, value)
     saved, expected = opt.state_dict()["state"], other_opt.state_dict()["state"]
-    for index, state in expected.items():
-        assert saved[index].keys() == state.keys()
-        for key, tensor in state.items():
+    for index, each in expected.items():
+        assert saved[index].keys() == each.keys()
+        for key, tensor in each.items():
             close = {"rtol": 1e-10, "atol": 1e-11}  # other memory, other order of sums
             torch.testing.assert_close(saved[index][key], tensor, **close, msg=f"{index}.{key}")
-    for index in (0, 1):
-        assert float(saved[index]["step"]) == 10
-    for one, two in zip(params, others, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "move"), in_turn([*RULES, "adam"], MOVES))
-def test_a_parameter_that_got_other_memory_trains_on(name: str, move: str) -> None:
-    """The memory that it has left is not written to."""
-    params, others = pair(), pair()
-    opt, other_opt = optimizer(name, params), optimizer(name, others)
-    train(params, opt, 0, 4)
-    train(others, other_opt, 0, 4)
-    left = [p.detach().clone() for p in params]
-    kept = [p.data for p in params]
-    with torch.no_grad():
-        if move == "shared":
-            share(params)  # the same storage moves: no memory is left behind
-        else:
-            give_other_data(params)
-    train(params, opt, 4, 8)
-    train(others, other_opt, 4, 8)
-    for old, value in zip(kept, left, strict=True):
-        assert move == "shared" or torch.equal(old, value)
+    assert [float(saved[index]["step"]) for index in (0, 1)] == [10, 10]
     for one, two in zip(params, others, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
 
@@ -153,35 +142,6 @@ def _swapping() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-@pytest.mark.parametrize(("name", "what"), in_turn([*RULES], ["to", "load_state_dict"]))
-@pytest.mark.usefixtures("_swapping")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # a swap takes the tag along, and says so
-def test_modules_may_swap_their_parameters_after_a_step(name: str, what: str) -> None:
-    net = nn.Sequential(so.constrain(nn.Linear(4, 3), "weight"), nn.Linear(3, 2))
-    opt = optimizer(name, net.parameters())
-    for _ in range(2):
-        opt.zero_grad()
-        net(torch.ones(2, 4)).sum().backward()
-        opt.step()
-    opt.zero_grad()
-    if what == "to":
-        net.to(torch.float64)
-        assert all(p.dtype == torch.float64 for p in net.parameters())
-        for parameter in net[1].parameters():  # torch's own state does not follow
-            opt.state[parameter] = {}
-        opt.state[net[0].bias] = {}
-    else:
-        wanted = {key: value.clone().add_(0.0) for key, value in net.state_dict().items()}
-        net.load_state_dict(wanted)
-    so.retag(net)
-    before = [p.detach().clone() for p in net.parameters()]
-    net(torch.ones(2, 4, dtype=before[0].dtype)).sum().backward()
-    opt.step()
-    for parameter, old in zip(net.parameters(), before, strict=True):
-        assert parameter.isfinite().all()
-        assert not torch.equal(parameter, old)
-
-
 def convert(net: nn.Module) -> None:
     net.double()
 
@@ -191,7 +151,7 @@ def load(net: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "swap", "steps"), [("sgd", convert, 0), ("adam", load, 0), ("adam", convert, 2)]
+    ("name", "swap", "steps"), in_turn([*RULES, "adam"], [convert, load], [0, 0, 2])
 )
 @pytest.mark.usefixtures("_swapping")
 def test_a_step_before_any_forward_knows_a_parameter_that_was_swapped(

@@ -583,12 +583,6 @@ def test_a_plain_rule_that_would_be_ignored_is_refused(
         type("Mine", bases, body)
 
 
-@pytest.mark.parametrize("name", ["step", "exp_avg", "momentum_buffer", "master", "a.b"])
-def test_names_that_are_taken_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="`name` must be a name of its own without a dot"):
-        so.optim.State(name)
-
-
 # ---- plain weights
 
 
@@ -669,6 +663,11 @@ RETURNED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
         r"`length that oblique returns` must be a tensor of shape \(2, 1, 1\), got shape \(2,\)",
     ),
     "no length": (lambda *move: (*move[2:4], None), (), "`length that oblique returns` must be"),
+    "whose state has a name twice": (
+        lambda *move: move[2:],
+        (A, so.optim.State("a", "mm")),
+        r"`state_for` must return each name once, got \['a', 'a'",
+    ),
 }
 
 
@@ -690,16 +689,6 @@ def test_what_no_rule_may_return_is_refused_before_anything_is_written(case: str
     assert not any(opt.state[weight].get("a", torch.zeros(1)).flatten())
 
 
-def test_a_first_step_without_a_retraction_warns() -> None:
-    weight, weight.grad = two_heads()
-    opt = returning(lambda X, G, *move: (X - 0.1 * G, *move[1:]))([weight])
-    with pytest.warns(UserWarning, match=r"oblique returned points that are off the manifold, .*"):
-        opt.step()
-    weight, weight.grad = two_heads()
-    opt = returning(lambda *move: move[2:])([weight])
-    opt.step()  # no warning
-
-
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("make", [so.StiefelSGD, returning(lambda *move: move[2:])])
 def test_a_step_that_jumps_is_cut_where_the_host_waits_for_nothing(
@@ -719,32 +708,26 @@ def test_a_step_that_jumps_is_cut_where_the_host_waits_for_nothing(
     assert angle > 0.9 if waits else 0.1 < angle < 0.27
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"start": "J"},
-        {"start": "I"},
-        {"start": "I", "shape": "1"},
-        {"dtype": "float64"},
-        {"symmetry": "skew"},
-        {"symmetry": "symmetric"},
-        {"symmetry": "normal", "shape": "mm"},
-        {"symmetry": "orthogonal"},
-        {"symmetry": "normal", "shape": "nn"},
-        {"shape": "kk"},
-    ],
-    ids=str,
-)
+DECLARED: list[dict[str, str]] = [
+    {"start": "J"},
+    {"start": "I"},
+    {"start": "I", "shape": "1"},
+    {"dtype": "float64"},
+    {"symmetry": "skew"},
+    {"symmetry": "symmetric"},
+    {"symmetry": "normal", "shape": "mm"},
+    {"symmetry": "orthogonal"},
+    {"symmetry": "normal", "shape": "nn"},
+    {"shape": "kk"},
+    *({"name": name} for name in ("step", "exp_avg", "momentum_buffer", "master", "a.b")),
+]
+
+
+@pytest.mark.parametrize("options", DECLARED)
 def test_state_that_no_step_could_use_is_refused_where_it_is_declared(options: Any) -> None:
-    with pytest.raises(ValueError, match="must be one of"):
-        so.optim.State("a", **options)
-
-
-def test_a_state_that_is_declared_twice_is_refused() -> None:
-    weight, weight.grad = two_heads()
-    twice = returning(lambda *move: move[2:], A, so.optim.State("a", "mm"))
-    with pytest.raises(ValueError, match=r"`state_for` must return each name once, got \['a', 'a'"):
-        twice([weight]).step()
+    message = "`name` must be a name of its own without a dot" if "name" in options else "one of"
+    with pytest.raises(ValueError, match=message):
+        so.optim.State(**{"name": "a", **options})
 
 
 @pytest.mark.parametrize("family", [so.optim.SGDLike, so.optim.AdamLike])

@@ -10,6 +10,7 @@ from cases import in_turn
 from contract import RULES, tried_with, warnings_of
 from contract import optimizer as make
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 
@@ -98,10 +99,7 @@ def test_weights_that_are_flattened_as_cudnn_does_are_accepted(cell: Any) -> Non
         p.data = piece.view(p.shape)
     so.constrain(net, "weight_hh_*")
     opt = so.StiefelAdam(net.parameters(), lr=0.1)
-    for _ in range(3):
-        opt.zero_grad()
-        net(torch.randn(5, 2, 6))[0].square().sum().backward()
-        opt.step()
+    train(opt, lambda: net(torch.randn(5, 2, 6))[0].square().sum(), 3)
     assert so.orthonormality_error(net) < 1e-5
     assert weights[0].untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
 

@@ -25,7 +25,6 @@ from contract import (
     TABLE,
     every_optimizer,
     go_on,
-    grads,
     optimizer,
     stepped,
 )
@@ -123,10 +122,11 @@ def test_no_learning_rate_blows_up(
 # ---- the scale of the loss ----------------------------------------------------------------------
 
 
-def adam_trajectory(
-    factor: float, eps: float, metric: str | float, seed: int, amsgrad: bool = False
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+NAMED = ["canonical", "euclidean"]
+
+
+def adam_trajectory(factor: float, eps: float, metric: str, amsgrad: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
     shapes = ((8, 3), (2, 4, 6), (4, 4))
     params = [random_point(generator, *shape, dtype=torch.float64) for shape in shapes]
     targets = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
@@ -139,22 +139,19 @@ def adam_trajectory(
     return [param.detach() for param in params]
 
 
-@pytest.mark.parametrize(("metric", "amsgrad"), [("canonical", True), ("euclidean", False)])
-def test_a_constant_factor_on_the_loss_leaves_adam_unchanged(metric: str, amsgrad: bool) -> None:
-    trajectories = (adam_trajectory(factor, 1e-30, metric, 1, amsgrad) for factor in (1.0, 1000.0))
-    first, *others = trajectories
-    for other in others:
-        for point, scaled_point in zip(first, other, strict=True):
-            assert (point - scaled_point).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("metric", ["canonical", "euclidean"])
-def test_adam_without_eps_meets_no_zero_by_zero(metric: str) -> None:
-    for point, other in zip(
-        adam_trajectory(1.0, 0.0, metric, 2), adam_trajectory(1.0, 1e-30, metric, 2), strict=True
-    ):
-        assert bool(point.isfinite().all())
-        assert (point - other).abs().max() < 1e-12
+@pytest.mark.parametrize(
+    ("factor", "eps", "metric", "amsgrad", "bound"),
+    [
+        *((1000.0, 1e-30, metric, metric == "canonical", 1e-6) for metric in NAMED),
+        *((1.0, 0.0, metric, False, 1e-12) for metric in NAMED),  # no zero by zero
+    ],
+)
+def test_a_constant_factor_on_the_loss_and_no_eps_leave_adam_unchanged(
+    factor: float, eps: float, metric: str, amsgrad: bool, bound: float
+) -> None:
+    usual = adam_trajectory(1.0, 1e-30, metric, amsgrad)
+    for point, other in zip(usual, adam_trajectory(factor, eps, metric, amsgrad), strict=True):
+        assert (point - other).abs().max() < bound
 
 
 # ---- invariants ---------------------------------------------------------------------------------
@@ -428,20 +425,6 @@ def test_a_schedule_that_falls_below_zero_stays_on_the_manifold(name: str, lr: f
         schedule.step()
         assert so.orthonormality_error(weight) < 1e-11, step
     assert not opt.skipped_steps()
-
-
-@every_optimizer
-def test_a_momentum_of_another_point_is_made_tangent(name: str) -> None:
-    """Another orthonormal matrix is written: the momentum follows, however small it is."""
-    weight = so.ManifoldParameter(so.random_point(20, 5))
-    opt = optimizer(name, [weight])
-    for step in range(8):
-        if step == 3:
-            with torch.no_grad():
-                weight.copy_(torch.eye(20, 5).flip(0))  # orthonormal to the last bit
-        weight.grad = 1e-3 * grads(weight, step)
-        opt.step()
-        assert so.orthonormality_error(weight) < 2e-6, step
 
 
 @pytest.mark.parametrize(("name", "lr"), in_turn([*OPTIMIZERS, "sgd"], [1e15, 1e20, 1e30, 1e200]))

@@ -527,9 +527,6 @@ def test_a_start_that_fails_leaves_the_weight():
     assert torch.equal(layer.weight, before)
 
 
-# ---- side by side with tagged parameters ---------------------------------------------------------
-
-
 # ---- reports -------------------------------------------------------------------------------------
 
 
@@ -589,15 +586,6 @@ def test_a_report_between_steps_changes_nothing():
 
 
 # ---- errors --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["householder", "cwy", "tcwy"])
-def test_a_vector_that_became_zero_is_named(name):
-    layer = so.orthogonal(nn.Linear(3, 5), map=name)
-    with torch.no_grad():
-        layer.parametrizations.weight.original[:, 1] = 0
-    with pytest.raises(ValueError, match="`vectors` must be nonzero columns, got a zero vector"):
-        layer(torch.ones(3))
 
 
 # Shape of the weight, dtype, options.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from optimizers import PUBLISHED, TABLE
 from torch import nn
+from training import train
 
 import stiefel_opt as so
 
@@ -101,10 +102,7 @@ def test_tagged_layers_have_it_and_every_optimizer_keeps_it(sign, dtype):
     so.constrain(model, "*", determinant=sign)
     reading = so.Stiefel(determinant=sign)
     optimizer = so.StiefelAdam(so.param_groups(model), lr=0.3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        model(torch.randn(8, 3, dtype=dtype)).sum().backward()
-        optimizer.step()
+    train(optimizer, lambda: model(torch.randn(8, 3, dtype=dtype)).sum(), 20)
     for layer in model:
         assert layer.weight.manifold == reading
         assert determinants(layer.weight, reading).item() == pytest.approx(sign, abs=0.1)

@@ -14,6 +14,7 @@ from cases import mixed
 from dims_cases import ALIKE, LEGS, by_hand, layout_of, pair
 from optimizers import RULES, TABLE
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 
@@ -197,10 +198,7 @@ def test_a_learned_scale_is_one_number_for_each_matrix() -> None:
     parameter = so.ManifoldParameter(torch.randn(shape), reading)
     target = 3 * so.random_point(*shape, manifold=Stiefel(**options))
     optimizer = so.StiefelAdam([parameter], lr=0.1)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (parameter - target).square().sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    train(optimizer, lambda: (parameter - target).square().sum(), 60)
     values = torch.linalg.svdvals(by_hand(parameter.detach(), pattern))
     assert values.min() > 1.2
     torch.testing.assert_close(values[..., 0], values[..., -1])

@@ -12,6 +12,7 @@ import torch
 from contract import through_file
 from optimizers import BY_CLOSURE
 from torch import nn
+from training import closure_of
 
 import stiefel_opt as so
 from stiefel_opt.tags.manifold import manifold_of
@@ -130,14 +131,7 @@ def test_data_holds_what_differs_from_the_default_and_older_data_holds_all():
 def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_checkpoints(kind):
     layer = so.constrain(nn.Linear(6, 4))
     optimizer = BY_CLOSURE[kind](so.param_groups(nn.ModuleList([layer]))[1:])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = layer(torch.ones(2, 6)).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    optimizer.step(closure_of(optimizer, lambda: layer(torch.ones(2, 6)).square().sum()))
     group = optimizer.param_groups[0]
     assert group["stiefel"] == {}
     assert so.orthonormality_error(layer) < 1e-5
@@ -153,6 +147,7 @@ def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_che
 
 
 def test_equal_readings_are_equal_however_they_are_written():
+    assert Stiefel(rows=[(4, 8), [0, 4]]) == Stiefel(rows=((4, 8), (0, 4)))
     assert Stiefel(rows=(0, 4)) == Stiefel(rows=[[0, 4]]) == Stiefel(rows=((0, 4),), scale=1)
     assert Stiefel(rows=((0, 4), (4, 8)), heads=2) == Stiefel(rows=((0, 4), (4, 8)), heads=(2, 2))
     assert Stiefel(heads=2) != Stiefel(heads=2, scale=2.0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from contract import warnings_of
 from torch import nn
+from training import train
 
 import stiefel_opt as so
 from stiefel_opt.tags.parameter import project_untagged
@@ -169,10 +170,7 @@ def test_a_weight_of_a_group_counts_as_one_that_was_constrained(key: Any) -> Non
         {"params": model[1].parameters(), "lr": 1e-3},
     ]
     optimizer = so.StiefelSGD(groups, lr=1.0)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (model(torch.randn(8, 8)) - 1).relu().square().mean().backward()
-        optimizer.step()
+    train(optimizer, lambda: (model(torch.randn(8, 8)) - 1).relu().square().mean(), 60)
     (line,) = so.report(model, optimizer).lines
     assert (line.name, line.skipped) == ("0.weight", 0)
     assert line.error < 1e-5

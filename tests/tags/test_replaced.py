@@ -9,6 +9,7 @@ import torch
 from contract import warnings_of
 from optimizers import BY_CLOSURE
 from torch import nn
+from training import closure_of, train
 
 import stiefel_opt as so
 from stiefel_opt import Stiefel
@@ -122,13 +123,8 @@ def test_loading_by_assignment_tells_the_truth() -> None:
 def test_a_weight_that_torch_swaps_stays_constrained(kind: str) -> None:
     layer = so.constrain(nn.Linear(4, 6, bias=False))
     optimizer = BY_CLOSURE[kind]([layer.weight])
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (layer(torch.linspace(-1, 1, 32).view(8, 4)) - 1).square().mean()
-        loss.backward()
-        return loss
-
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    closure = closure_of(optimizer, lambda: (layer(x) - 1).square().mean())
     for swaps in (True, False, True):
         if swaps:
             torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach().clone()))
@@ -157,9 +153,7 @@ def test_training_that_knows_of_quantising_is_not_told() -> None:
         warnings.simplefilter("ignore")
         trained = prepared()
         optimizer = so.StiefelAdam(trained.parameters(), lr=0.01)
-        for _ in range(3):
-            trained(torch.ones(2, 8)).square().sum().backward()
-            optimizer.step()
+        train(optimizer, lambda: trained(torch.ones(2, 8)).square().sum(), 3)
     assert so.orthonormality_error(trained) < 1e-6
 
 

@@ -10,6 +10,7 @@ import torch
 from contract import warnings_of
 from torch import Tensor, nn
 from torch.nn import functional, init
+from training import train
 
 import stiefel_opt as so
 
@@ -157,9 +158,7 @@ def trained(kind: str) -> nn.Module:
     for _ in range(150):
         labels = torch.randint(10, (64,), generator=generator)
         x = patterns[labels] + 0.3 * torch.randn(64, 64, generator=generator)
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), labels).backward()
-        optimizer.step()
+        train(optimizer, lambda: functional.cross_entropy(model(x), labels))  # noqa: B023
     return model
 
 
@@ -223,10 +222,7 @@ def test_a_small_weight_that_was_trained_in_this_process_is_told(rule: Any) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing is constrained yet
         optimizer = rule(layer.parameters(), lr=1e-3)
-    for _ in range(40):
-        optimizer.zero_grad()
-        layer(torch.randn(8, 6)).square().mean().backward()
-        optimizer.step()
+    train(optimizer, lambda: layer(torch.randn(8, 6)).square().mean(), 40)
     (text,) = warnings_of(lambda: so.constrain(layer))
     assert "`weight` seems trained, judging by singular values and writes, and moved by" in text
     copied = nn.Linear(6, 4)

@@ -41,63 +41,36 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.zeros(nf))
 
 
-class Holder(nn.Module):
-    def __init__(self, layers: dict[str, nn.Module], **attributes) -> None:
+class Attention(nn.Module):
+    """Attention with linear layers of these names and widths, or other layers."""
+
+    def __init__(self, layers: dict[str, Any], **attributes: Any) -> None:
         super().__init__()
-        for name, value in {**layers, **attributes}.items():
+        for name, layer in layers.items():
+            setattr(self, name, nn.Linear(WIDTH, layer) if isinstance(layer, int) else layer)
+        for name, value in (attributes or {"num_heads": HEADS}).items():
             setattr(self, name, value)
 
 
-class TimmAttention(Holder):
+def timm() -> Attention:
     """One weight, queries over keys over values, a head's rows next to each other."""
-
-    def __init__(self) -> None:
-        layers = {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
-        super().__init__(layers, num_heads=HEADS)
+    return Attention({"qkv": 3 * WIDTH, "proj": WIDTH})
 
 
-class LucidrainsAttention(Holder):
-    def __init__(self) -> None:
-        super().__init__({"to_qkv": nn.Linear(WIDTH, 3 * WIDTH, bias=False)}, heads=HEADS)
+def bert(**attributes: Any) -> Attention:
+    layers = dict.fromkeys(("query", "key", "value"), WIDTH)
+    return Attention(layers, **(attributes or {"num_attention_heads": HEADS}))
 
 
-class BertSelfAttention(Holder):
-    def __init__(self) -> None:
-        names = ("query", "key", "value")
-        layers = {name: nn.Linear(WIDTH, WIDTH) for name in names}
-        super().__init__(layers, num_attention_heads=HEADS)
-
-
-class LlamaAttention(Holder):
+def llama() -> Attention:
     """Fewer heads of keys and values than of queries; the numbers are in the config."""
-
-    def __init__(self) -> None:
-        layers = {
-            "q_proj": nn.Linear(WIDTH, HEADS * SIZE),
-            "k_proj": nn.Linear(WIDTH, KEY_HEADS * SIZE),
-            "v_proj": nn.Linear(WIDTH, KEY_HEADS * SIZE),
-            "o_proj": nn.Linear(HEADS * SIZE, WIDTH),
-        }
-        config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
-        super().__init__(layers, config=config)
+    sizes = {"q": HEADS * SIZE, "k": KEY_HEADS * SIZE, "v": KEY_HEADS * SIZE, "o": WIDTH}
+    config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
+    return Attention({f"{letter}_proj": size for letter, size in sizes.items()}, config=config)
 
 
-class GPT2Attention(Holder):
-    def __init__(self) -> None:
-        layers = {"c_attn": Conv1D(3 * WIDTH, WIDTH), "c_proj": Conv1D(WIDTH, WIDTH)}
-        super().__init__(layers, num_heads=HEADS)
-
-
-class GPT2CrossAttention(Holder):
-    def __init__(self) -> None:
-        layers = {"c_attn": Conv1D(2 * WIDTH, WIDTH), "q_attn": Conv1D(WIDTH, WIDTH)}
-        super().__init__(layers, num_heads=HEADS)
-
-
-class CrossAttention(Holder):
-    def __init__(self) -> None:
-        layers = {"to_q": nn.Linear(WIDTH, WIDTH), "to_kv": nn.Linear(WIDTH, 2 * WIDTH)}
-        super().__init__(layers, heads=HEADS)
+def gpt2(**parts: int) -> Attention:
+    return Attention({name: Conv1D(size, WIDTH) for name, size in parts.items()})
 
 
 def thirds(weight: Tensor) -> dict[str, Tensor]:
@@ -118,19 +91,25 @@ MODULES = {
         lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 8),
         lambda m: torch_weights(m.self_attn),
     ),
-    "timm": (TimmAttention, lambda m: thirds(m.qkv.weight)),
-    "lucidrains": (LucidrainsAttention, lambda m: thirds(m.to_qkv.weight)),
+    "timm": (timm, lambda m: thirds(m.qkv.weight)),
+    "lucidrains": (
+        lambda: Attention({"to_qkv": 3 * WIDTH}, heads=HEADS),
+        lambda m: thirds(m.to_qkv.weight),
+    ),
     "bert": (
-        BertSelfAttention,
+        bert,
         lambda m: {"q": m.query.weight, "k": m.key.weight, "v": m.value.weight},
     ),
     "llama": (
-        LlamaAttention,
+        llama,
         lambda m: {"q": m.q_proj.weight, "k": m.k_proj.weight, "v": m.v_proj.weight},
     ),
-    "gpt2": (GPT2Attention, lambda m: thirds(m.c_attn.weight.T)),
+    "gpt2": (
+        lambda: gpt2(c_attn=3 * WIDTH, c_proj=WIDTH),
+        lambda m: thirds(m.c_attn.weight.T),
+    ),
     "gpt2-cross": (
-        GPT2CrossAttention,
+        lambda: gpt2(c_attn=2 * WIDTH, q_attn=WIDTH),
         lambda m: {
             "q": m.q_attn.weight.T,
             "k": m.c_attn.weight.T[:WIDTH],
@@ -138,7 +117,7 @@ MODULES = {
         },
     ),
     "cross": (
-        CrossAttention,
+        lambda: Attention({"to_q": WIDTH, "to_kv": 2 * WIDTH}, heads=HEADS),
         lambda m: {
             "q": m.to_q.weight,
             "k": m.to_kv.weight[:WIDTH],
@@ -216,7 +195,7 @@ FUSED = {
 OUTPUT = {"qkv_proj": "o_proj", "queries_keys_values": "projection"}
 
 
-class FusedAttention(Holder):
+class FusedAttention(Attention):
     """Attention with one weight for queries, keys and values."""
 
     def __init__(self, kind: str) -> None:
@@ -253,30 +232,24 @@ def test_rows_of_fused_weights_are_read_as_the_separate_ones_would_be(kind, whic
 
 @pytest.mark.parametrize("order", ["qkv", "(qkv)"])
 def test_names_say_the_order_of_rows(order):
-    model = Holder({"all": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
+    model = Attention({"all": 3 * WIDTH})
     so.constrain_attention(model, which="k", names={order: "all"})
     rows = torch.arange(3 * WIDTH)[:, None]
     keys = (side_by_side if order == "qkv" else one_after_the_other)(rows, HEADS, SIZE)["k"]
     assert torch.equal(torch.cat(model.all.weight.manifold.parts(rows)), keys)
 
 
-class LatentAttention(Holder):
-    """Queries, keys and values made of latents, and a part of all keys that is rotated."""
-
-    def __init__(self) -> None:
-        layers = {
-            "q_a_proj": nn.Linear(WIDTH, 9),
-            "q_b_proj": nn.Linear(9, HEADS * (SIZE + 2)),
-            "kv_a_proj_with_mqa": nn.Linear(WIDTH, 7 + 2),
-            "kv_b_proj": nn.Linear(7, HEADS * (SIZE + 4)),
-            "o_proj": nn.Linear(HEADS * 4, WIDTH),
-        }
-        super().__init__(layers, num_heads=HEADS)
-
-
 @pytest.mark.parametrize("which", ["q", "k", "v", "kv", "qkvo"])
 def test_latent_attention_is_read_by_what_its_rows_become(which):
-    model = LatentAttention()
+    """Queries, keys and values made of latents, and a part of all keys that is rotated."""
+    layers = {
+        "q_a_proj": 9,
+        "q_b_proj": nn.Linear(9, HEADS * (SIZE + 2)),
+        "kv_a_proj_with_mqa": 7 + 2,
+        "kv_b_proj": nn.Linear(7, HEADS * (SIZE + 4)),
+        "o_proj": nn.Linear(HEADS * 4, WIDTH),
+    }
+    model = Attention(layers)
     so.constrain_attention(model, which=which)
     _, rotated = model.kv_a_proj_with_mqa.weight.split([7, 2])
     pairs = model.kv_b_proj.weight.unflatten(0, (HEADS, -1))
@@ -293,7 +266,8 @@ def test_latent_attention_is_read_by_what_its_rows_become(which):
 
 def test_gates_beside_queries_are_no_queries():
     sizes = {"q": 2 * HEADS * SIZE, "k": KEY_HEADS * SIZE, "v": KEY_HEADS * SIZE}
-    model = projections({f"{n}_proj": size for n, size in sizes.items()}, num_kv_heads=KEY_HEADS)()
+    layers = {f"{letter}_proj": size for letter, size in sizes.items()}
+    model = Attention(layers, num_heads=HEADS, num_kv_heads=KEY_HEADS)
     so.constrain_attention(model)
     pairs = model.q_proj.weight.detach().unflatten(0, (HEADS, 2, SIZE))
     for query, gate in pairs:
@@ -302,52 +276,27 @@ def test_gates_beside_queries_are_no_queries():
 
 
 def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
-    class NewAttention(Holder):
-        pass
-
-    unknown = NewAttention({"all_in_one": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
-    model = nn.Sequential(unknown, TimmAttention())
+    unknown = Attention({"all_in_one": 3 * WIDTH})
+    model = nn.Sequential(unknown, timm())
     before = unknown.all_in_one.weight.detach().clone()
     found = so.constrain_attention(model)
     assert [line[0] for line in found.lines] == ["1.qkv.weight"]
-    assert found.skipped == (("0", "NewAttention: its parts are all_in_one"),)
-    assert "not constrained:\n  0: NewAttention: its parts are all_in_one" in str(found)
+    assert found.skipped == (("0", "Attention: its parts are all_in_one"),)
+    assert "not constrained:\n  0: Attention: its parts are all_in_one" in str(found)
     assert torch.equal(unknown.all_in_one.weight, before)
 
 
-def grouped_in_one_weight():
-    module = TimmAttention()
-    module.config = SimpleNamespace(num_key_value_heads=KEY_HEADS)
-    return module
-
-
-def without_heads():
-    module = BertSelfAttention()
-    del module.num_attention_heads
-    return module
-
-
 def wrapped():
-    module = BertSelfAttention()
+    module = bert()
     module.key = nn.Sequential(module.key, nn.Linear(WIDTH, WIDTH))
     return module
 
 
 def not_finite():
-    model = nn.Sequential(TimmAttention(), TimmAttention())
+    model = nn.Sequential(timm(), timm())
     with torch.no_grad():
         model[1].qkv.weight[0, 0] = math.nan
     return model
-
-
-def in_turn_of_heads(name):
-    return Holder({name: nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
-
-
-def projections(sizes: dict[str, int], **attributes):
-    """Attention with linear layers of these names and widths."""
-    layers = {name: nn.Linear(WIDTH, size) for name, size in sizes.items()}
-    return lambda: Holder(layers, **{"num_heads": HEADS, **attributes})
 
 
 def computed():
@@ -357,57 +306,57 @@ def computed():
 WIDTHS = {"to_q": WIDTH, "to_k": WIDTH, "to_v": WIDTH}
 REFUSED = [
     (
-        projections({"to_q": WIDTH, "to_k": WIDTH}),
+        lambda: Attention({"to_q": WIDTH, "to_k": WIDTH}),
         {"which": "qkv"},
         r"it has no linear layer for \['v'\]",
     ),
     (
-        projections(WIDTHS, num_key_value_heads=KEY_HEADS),
+        lambda: Attention(WIDTHS, num_heads=HEADS, num_key_value_heads=KEY_HEADS),
         {},
         "its keys have the width of 4 heads, but it states 2",
     ),
-    (projections(WIDTHS, num_heads=5), {}, "5 heads do not divide queries of 12"),
-    (projections({**WIDTHS, "to_v": 13}), {"which": "qkv"}, "4 heads do not divide values of 13"),
+    (lambda: Attention(WIDTHS, num_heads=5), {}, "5 heads do not divide queries of 12"),
     (
-        lambda: Holder({"qkv": nn.Linear(WIDTH, 35)}, num_heads=HEADS),
+        lambda: Attention({**WIDTHS, "to_v": 13}),
+        {"which": "qkv"},
+        "4 heads do not divide values of 13",
+    ),
+    (
+        lambda: Attention({"qkv": 35}),
         {},
         "qkv.weight has 35 rows, which are no 4 heads of queries and 4 of keys and values",
     ),
     (
-        lambda: Holder(
-            {name: nn.Linear(WIDTH, size) for name, size in WIDTHS.items()}
-            | {"to_out": nn.Linear(18, WIDTH)},
-            num_heads=HEADS,
-        ),
+        lambda: Attention({**WIDTHS, "to_out": nn.Linear(18, WIDTH)}),
         {"which": "o"},
         "to_out has 18 inputs, its heads 12 values",
     ),
     (computed, {}, "its in_proj_weight is computed by a parametrization"),
     (lambda: nn.Linear(3, 3), {}, "`model` must contain an attention.*are: Linear"),
     (
-        grouped_in_one_weight,
+        lambda: Attention({"qkv": 3 * WIDTH}, num_heads=HEADS, num_key_value_heads=KEY_HEADS),
         {"constraint": "across"},
-        "the model itself: TimmAttention: its keys have the width of 4 heads, but it states 2",
+        "the model itself: Attention: its keys have the width of 4 heads, but it states 2",
     ),
     (
-        lambda: in_turn_of_heads("query_key_value"),
+        lambda: Attention({"query_key_value": 3 * WIDTH}),
         {"constraint": "across"},
         "query_key_value holds one head after the other.*use 'within'",
     ),
     (
-        lambda: in_turn_of_heads("qkv_proj"),
+        lambda: Attention({"qkv_proj": 3 * WIDTH}),
         {},
         r"the order of the rows of qkv_proj differs.*names={'qkv': 'qkv_proj'}.*{'\(qkv\)'",
     ),
     (  # queries and gates in one weight, as in Qwen3-Next
-        projections({"to_q": 24, "to_k": 12, "to_v": 12}, num_heads=4, num_key_value_heads=4),
+        lambda: Attention({**WIDTHS, "to_q": 24}, num_heads=4, num_key_value_heads=4),
         {"constraint": "across"},
         "to_q holds one head after the other",
     ),
-    (without_heads, {}, "neither it nor its config has one of num_heads"),
+    (lambda: bert(other=1), {}, "neither it nor its config has one of num_heads"),
     (wrapped, {}, "key is a torch.Sequential, not a linear layer"),
     (not_finite, {}, "`1.qkv.weight` must be finite"),
-    (TimmAttention, {"constraint": "inside"}, "`constraint` must be one of"),
+    (timm, {"constraint": "inside"}, "`constraint` must be one of"),
     (lambda: MultiheadAttention(WIDTH, HEADS), {"which": "v"}, "it constrains 'qk' itself"),
 ]
 
@@ -432,34 +381,27 @@ def test_what_is_no_module_is_refused():
 # ---- the projection of the joined heads --------------------------------------------------------
 
 
-class Joined(nn.Module):
-    """Attention whose output layer is called and kept in one of several ways."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.to_q, self.to_k, self.to_v = (nn.Linear(12, 16) for _ in range(3))
-        layer = nn.Linear(16, 12)
-        self.to_out = nn.Sequential(layer, nn.Dropout(0.1)) if kind == "sequence" else layer
+def joined(output: nn.Module) -> Attention:
+    """Attention whose heads have together more columns than its inputs."""
+    return Attention({**dict.fromkeys(WIDTHS, 16), "to_out": output})
 
 
-class Bert(nn.Module):
+def beside() -> nn.Module:
     """The output layer stands beside the attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.Module()
-        inner = self.attention.self = nn.Module()
-        inner.num_attention_heads = 4
-        inner.query, inner.key, inner.value = (nn.Linear(12, 16) for _ in range(3))
-        self.attention.output = nn.Module()
-        self.attention.output.dense = nn.Linear(16, 12)
+    layers = dict.fromkeys(("query", "key", "value"), 16)
+    output = nn.ModuleDict({"dense": nn.Linear(16, WIDTH)})
+    return nn.ModuleDict(
+        {"attention": nn.ModuleDict({"self": Attention(layers), "output": output})}
+    )
 
 
 OUTPUTS_OF = {
-    "linear": (lambda: Joined("linear"), "to_out.weight"),
-    "sequence": (lambda: Joined("sequence"), "to_out.0.weight"),
-    "beside": (Bert, "attention.output.dense.weight"),
+    "linear": (lambda: joined(nn.Linear(16, WIDTH)), "to_out.weight"),
+    "sequence": (
+        lambda: joined(nn.Sequential(nn.Linear(16, WIDTH), nn.Dropout(0.1))),
+        "to_out.0.weight",
+    ),
+    "beside": (beside, "attention.output.dense.weight"),
     "torch": (lambda: nn.MultiheadAttention(16, 4), "out_proj.weight"),
     "torch, other keys": (lambda: nn.MultiheadAttention(16, 4, kdim=8), "out_proj.weight"),
 }
@@ -478,14 +420,12 @@ def test_the_columns_that_read_one_head_are_a_matrix(kind, which, constraint):
     assert len(lines) == (2 if kind == "torch" and which != "o" else len(which))
     weight = model.get_parameter(name).detach()
     heads = weight.split(4, dim=1) if constraint == "within" else [weight]
-    for head in heads:
-        tall = head if head.size(0) >= head.size(1) else head.mT
-        torch.testing.assert_close(tall.mT @ tall, torch.eye(tall.size(1)), atol=1e-5, rtol=0)
+    assert max(map(gram_error, heads)) < 1e-5
     assert so.orthonormality_error(model) < 1e-5
 
 
 def test_an_output_that_is_missing_or_doubtful_is_named():
-    model = Joined("linear")
+    model = joined(nn.Linear(16, WIDTH))
     model.proj = nn.Linear(16, 12)
     with pytest.raises(ValueError, match=r"it has proj, to_out for the output; say names="):
         so.constrain_attention(model, which="o")
@@ -500,19 +440,10 @@ def test_an_output_that_is_missing_or_doubtful_is_named():
             so.constrain_attention(model, which=which)
 
 
-class Attention(nn.Module):
-    def __init__(self, names: str, heads: str, width: int = 8) -> None:
-        super().__init__()
-        for name in names.split():
-            setattr(self, name, nn.Linear(width, width * (3 if name == "fused" else 1)))
-        setattr(self, heads, 2)
-
-
 def test_layers_of_any_name_are_constrained() -> None:
-    net = nn.ModuleList([Attention("ask give tell", "n_h"), Attention("ask give tell", "n_h")])
-    with pytest.raises(
-        ValueError, match=r"say what it calls its layers, names=.*looked for the la"
-    ):
+    layers = dict.fromkeys(("ask", "give", "tell"), WIDTH)
+    net = nn.ModuleList([Attention(layers, n_h=HEADS), Attention(layers, n_h=HEADS)])
+    with pytest.raises(ValueError, match=r"say what it calls its lay.*, names=.*looked for the la"):
         so.constrain_attention(net)
     names = {"k": "give", "q": "ask", "v": "tell", "heads": "n_h"}
     found = so.constrain_attention(net, which="qkv", names=names)
@@ -521,13 +452,13 @@ def test_layers_of_any_name_are_constrained() -> None:
         "0.give.weight",
         "0.tell.weight",
     ]
-    assert net[1].tell.weight.manifold == so.Stiefel(heads=2)
+    assert net[1].tell.weight.manifold == so.Stiefel(heads=HEADS)
     with pytest.raises(ValueError, match=r"has one of num_heads, .*; say names={'heads': ...}"):
         so.constrain_attention(net, names={"q": "ask", "k": "give"})
-    fused = Attention("fused", "num_heads")
+    fused = Attention({"fused": 3 * WIDTH})
     so.constrain_attention(fused, names={"qkv": "fused"})
-    assert fused.fused.weight.manifold == so.Stiefel(heads=2, rows=((0, 8), (8, 16)))
-    so.constrain_attention(Attention("w_q w_k w_v", "n_heads"))
+    assert fused.fused.weight.manifold == so.Stiefel(heads=HEADS, rows=((0, 12), (12, 24)))
+    so.constrain_attention(Attention(dict.fromkeys(("w_q", "w_k", "w_v"), WIDTH), n_heads=HEADS))
 
 
 @pytest.mark.parametrize(
@@ -542,7 +473,7 @@ def test_layers_of_any_name_are_constrained() -> None:
 )
 def test_wrong_names_are_told(names: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        so.constrain_attention(Attention("ask give", "heads"), names=names)
+        so.constrain_attention(Attention({"ask": WIDTH, "give": WIDTH}, heads=2), names=names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

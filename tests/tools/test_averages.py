@@ -306,17 +306,6 @@ def test_transforms_of_a_functional_call_are_not_looked_at(kind: str) -> None:
         assert sum("mm" in str(node.target) for node in traced.graph.nodes) == 1
 
 
-def test_an_average_that_was_projected_is_silent() -> None:
-    model = net()
-    optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
-    mean, update = polyak(model)
-    fit(model, optimizer)
-    update()
-    so.project_(mean)
-    with torch.no_grad():
-        assert not warnings_of(lambda: mean(torch.ones(2, 4)))
-
-
 def test_an_average_that_is_written_back_into_the_model_is_told_in_its_next_evaluation() -> None:
     """As Lightning's callback does at the end."""
     model = net()

@@ -247,19 +247,13 @@ def test_closures_see_points_and_lbfgs_reaches_many_digits() -> None:
         rule = so.on_manifold(O.LBFGS([parameter], 1.0, line_search_fn="strong_wolfe"))
         errors = []
 
-        def loss(parameter: Tensor = parameter) -> Tensor:
+        def loss(parameter: Tensor = parameter, errors: Any = errors) -> Tensor:
+            errors.append(so.orthonormality_error(parameter))
             point = parameter if parameter.size(0) == 20 else parameter.mT
             return -(point * (matrix @ point)).sum()
 
-        def closure(rule: Any = rule, loss: Any = loss, errors: Any = errors) -> Tensor:
-            errors.append(so.orthonormality_error(rule.param_groups[0]["params"][0]))
-            rule.zero_grad()
-            value: Tensor = loss()
-            value.backward()
-            return value
-
         for _ in range(6):
-            rule.step(closure)
+            rule.step(closure_of(rule, loss))
         best = -values[:3].sum() * manifold.scale**2
         assert len(errors) > 10
         assert max(errors) < 1e-12
@@ -409,16 +403,14 @@ def test_so_does_a_hook_or_a_trial_of_a_closure_that_raises() -> None:
     rule = so.on_manifold(O.LBFGS(net.parameters(), line_search_fn="strong_wolfe"))
     before = net[0].weight.detach().clone()
 
-    def closure() -> Tensor:
+    def loss() -> Tensor:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise MemoryError
-        rule.zero_grad()
-        loss = loss_of(net)
-        loss.backward()
-        return loss
+        return loss_of(net)
 
+    closure = closure_of(rule, loss)
     with pytest.raises(MemoryError):
         rule.step(closure)
     assert torch.equal(net[0].weight, before)
@@ -476,25 +468,9 @@ def test_the_warning_of_foreign_optimizers_names_it_and_is_silent_behind_it() ->
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-class ScheduleFreeLike(O.SGD):
-    pass
-
-
-class Lookahead(O.SGD):
-    pass
-
-
-class FriendlySAM(O.SGD):
-    pass
-
-
-class Averaging(O.SGD):
-    def train(self) -> None: ...
-    def eval(self) -> None: ...
-
-
-class InBackward(O.SGD):
-    def fused_backward(self, loss: Tensor, lr: float) -> None: ...
+def like(name: str, *methods: str) -> Any:
+    """An optimizer of another package, known by its name or by its methods."""
+    return type(name, (O.SGD,), {method: lambda *_: None for method in methods})
 
 
 class Around(O.SGD):
@@ -504,13 +480,13 @@ class Around(O.SGD):
 
 
 REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
-    (lambda p: ScheduleFreeLike(p), "keep no second set of weights, got ScheduleFreeLike"),
-    (lambda p: Lookahead(p), "keep no second set of weights, got Lookahead"),
-    (lambda p: FriendlySAM(p), "keep no second set of weights, got FriendlySAM"),
-    (lambda p: Averaging(p), "keep no second set of weights, got Averaging"),
+    (like("ScheduleFreeLike"), "keep no second set of weights, got ScheduleFreeLike"),
+    (like("Lookahead"), "keep no second set of weights, got Lookahead"),
+    (like("FriendlySAM"), "keep no second set of weights, got FriendlySAM"),
+    (like("Averaging", "train", "eval"), "keep no second set of weights, got Averaging"),
     (lambda p: Around(p, O.SGD(p)), "step the weights itself, got Around around SGD"),
     (lambda p: Around(p, {p[0]: O.Adam(p)}), "step the weights itself, got Around around Adam"),
-    (lambda p: InBackward(p), "move weights in its step, got InBackward"),
+    (like("InBackward", "fused_backward"), "move weights in its step, got InBackward"),
     (lambda p: O.SparseAdam(p), "take dense gradients, got SparseAdam"),
     (lambda p: so.StiefelAdam(p), "be of another package, got StiefelAdam"),
     (lambda p: p, r"be a torch\.optim\.Optimizer, got list"),

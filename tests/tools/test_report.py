@@ -19,14 +19,6 @@ def test_the_report_says_how_far_a_weight_moved() -> None:
     assert so.report(so.constrain(nn.Linear(8, 8), project=False)).lines[0].moved is None
 
 
-def test_the_report_flags_what_is_off() -> None:
-    net = so.constrain(nn.Linear(8, 8))
-    assert "off" not in str(so.report(net))
-    nn.init.xavier_uniform_(net.weight)
-    assert "off: so.project_(model), or the next Stiefel step" in str(so.report(net))
-    assert "off" not in str(so.report(so.project_(net)))
-
-
 def test_the_report_says_which_parameter_the_optimizer_does_not_hold() -> None:
     net = so.constrain(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), ["0.weight", "1.weight"])
     first = so.StiefelSGD(net[0].parameters(), lr=0.1)

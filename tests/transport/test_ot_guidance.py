@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import stiefel_opt as so
 from stiefel_opt.ot import projected_wasserstein, projection_robust_wasserstein
 
 
@@ -33,11 +31,6 @@ def test_the_default_regularization_is_a_few_percent_of_the_value(scale: float, 
     assert result.converged
     again = projection_robust_wasserstein(scale * x, scale * y, reg=result.reg)
     assert again.objective == result.objective
-
-
-def test_clouds_in_one_point_have_a_default_too() -> None:
-    points = torch.ones(5, 3)
-    assert projection_robust_wasserstein(points, points).value == 0.0
 
 
 def test_what_has_not_converged_is_told_with_a_remedy() -> None:
@@ -69,7 +62,3 @@ def test_a_regularization_below_rounding_is_refused_at_once(reg: float) -> None:
     with pytest.raises(ValueError, match=r"`reg` must be at least .*the rounding of these dist"):
         projection_robust_wasserstein(*clouds(), reg=reg)
     assert time.process_time() - began < 1.0
-
-
-def test_sinkhorn_is_no_name_of_the_package() -> None:
-    assert not hasattr(so.ot, "sinkhorn")

@@ -17,15 +17,9 @@ from typing_extensions import override
 
 from stiefel_opt.errors import HALF, check_choice, check_count, check_range, fail, users_level
 from stiefel_opt.methods.lbfgs.line_search import LAST, PAIRS, Closure, Point, Run, as_real, places
-from stiefel_opt.numerics import (
-    exact_products,
-    gram_error,
-    is_sharded,
-    orthonormality_tolerance,
-    polar_factor,
-)
+from stiefel_opt.numerics import exact_products, is_sharded, orthonormality_tolerance
 from stiefel_opt.optim import Group, TaggedOptimizer, check_state_dict
-from stiefel_opt.tags import Stiefel, recalled
+from stiefel_opt.tags import Stiefel, largest_error, nearest, recalled
 
 _NONFINITE: Final = ("skip", "raise")
 _LINE_SEARCHES: Final = ("strong_wolfe",)
@@ -271,18 +265,18 @@ def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | N
 def _settle(optimizer: StiefelLBFGS, point: Point) -> None:
     """Replace matrices that are off the manifold by the nearest ones, and say so."""
     off: list[Tensor] = []
-    for stack in point.stacks:
-        matrices = point.points(stack)
-        with exact_products(matrices):
-            error = gram_error(matrices)
-        right = error <= 10 * orthonormality_tolerance(matrices.dtype, matrices.size(-2))
-        if not bool(right.all()):
-            pieces = stack.pieces(right)
-            wrong = [point.parameters[block.place] for block, mine in pieces if not mine.all()]
-            optimizer.check_finite(wrong)
-            matrices[~right] = polar_factor(matrices[~right], stack.determinant)
-            stack.write(point.parameters, stack.scale * matrices)
-            off += wrong
+    for parameter, reading in zip(point.parameters, point.readings, strict=True):
+        if reading is None:
+            continue
+        rounding = orthonormality_tolerance(parameter.dtype, max(reading.heights(parameter.shape)))
+        with exact_products(parameter):
+            error = largest_error(parameter, reading)
+        if error <= 10 * rounding:
+            continue
+        (name,) = optimizer.names_of([parameter])
+        if (found := nearest(parameter, reading, name)) is not None:
+            parameter.copy_(found)
+            off.append(parameter)
     if off:
         point.forget()
         called = ", ".join(optimizer.names_of(off))

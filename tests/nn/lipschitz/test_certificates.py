@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import train
 
 import stiefel_opt as so
 
@@ -157,9 +158,7 @@ def test_no_attack_inside_the_radius_succeeds_and_some_beyond_do(generator):
     for _ in range(60):
         labels = torch.randint(3, (32,), generator=generator)
         images = centres[labels] + 0.3 * torch.randn(32, 4, 4, 4, generator=generator)
-        optimizer.zero_grad()
-        so.nn.MarginCrossEntropy()(model(images), labels).backward()
-        optimizer.step()
+        train(optimizer, lambda: so.nn.MarginCrossEntropy()(model(images), labels))  # noqa: B023
     model = model.double()
     labels = torch.randint(3, (200,), generator=generator)
     images = (centres[labels] + 0.3 * torch.randn(200, 4, 4, 4, generator=generator)).double()
