@@ -64,7 +64,7 @@ def roots(
 
     Args:
         matrix: M = E / scale, shape ``(k, m, m)``.
-        square: M^2, where somebody has it already.
+        square: M^2, if it is known already.
         reads: Whether a number may be read that sharpens ``limit`` and may save products.
         companions: Of how many of the last matrices (I + Q)^(-1) is wanted.
 
