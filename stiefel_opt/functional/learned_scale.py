@@ -70,10 +70,13 @@ def limited(norm: Tensor, columns: int, start: float) -> Tensor:
     return norm.clamp(unit / _LIMIT, unit * _LIMIT)
 
 
-def norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, sums: Sums, start: float) -> Tensor:
-    """Return the norm of projected points whose scale is the mean of the singular values."""
+def norm_at(
+    X: Tensor, unscaled: Tensor, norm: Tensor, sums: Sums, start: float, starts: Tensor
+) -> Tensor:
+    """Return the norm of projected points: g is the mean singular value, or its start."""
     mean = sums.add(inner_product(X, unscaled)) / X.size(-1)
-    return limited(norm * mean, X.size(-1), start)
+    norm = torch.where(starts, start * math.sqrt(X.size(-1)), norm * mean)
+    return limited(norm, X.size(-1), start)
 
 
 def with_learned_scale(

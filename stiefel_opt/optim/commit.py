@@ -41,6 +41,7 @@ from stiefel_opt.numerics.device import (
     working_dtype,
 )
 from stiefel_opt.numerics.geometry import (
+    FAR,
     identity_error,
     orthonormality_tolerance,
     polar_factor,
@@ -423,12 +424,14 @@ def _new_point(
     unscaled, norm = stored, None
     if batch.learns_scale or batch.scale != 1.0:
         unscaled, norm = _unscaled(stored, task, reader)
-    X, is_projected, reads = unscaled, False, reader.is_exact
+    X, error, reads = unscaled, None, reader.is_exact
     fixed: Tensors = {}
     if task.is_due or task.is_changed or not reads:
-        X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
+        X, fixed, error = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
-        norm = norm_at(X, unscaled, norm, sums, batch.scale) if is_projected else norm
+        if error is not None:  # in the first step what is no multiple of a point gets its start
+            starts = ~(error <= FAR).view(-1, 1, 1) & (task.number == 1)
+            norm = norm_at(X, unscaled, norm, sums, batch.scale, starts)
         rule = scale_rule.beside(rule, norm)
     is_first, current = batch.is_new, {**state, **fixed} if fixed else state
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
@@ -589,10 +592,10 @@ def _on_manifold(
     grad_length: float,
     task: Task,
     reader: Reader,
-) -> tuple[Tensor, Tensors, bool]:
+) -> tuple[Tensor, Tensors, Tensor | None]:
     """Return the point with rounding removed if that is due, and the state that has changed.
 
-    The third value says whether a matrix was projected.
+    The third value is |X'X - I| of each matrix as it was, ``(k,)``, if one was projected.
 
     A point that is off the manifold is projected. It is looked at where somebody else has written
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
@@ -603,7 +606,7 @@ def _on_manifold(
     looks = task.is_due and reader.is_exact
     is_due = looks or _VERY_STEEP < reader.steepness < math.inf
     if not (looks or (task.is_changed and has_values(point))):
-        return (*(correct(point, state, sums) if is_due else (point, {})), False)
+        return (*(correct(point, state, sums) if is_due else (point, {})), None)
     if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
         known = grad_length if grad_length < math.inf else float(torch.linalg.vector_norm(grad))
         is_due = known != 0.0
@@ -615,8 +618,8 @@ def _on_manifold(
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
         if is_due or worst > tolerance or is_stale(state, fixed, sums):
-            return new_point, fixed, False
-        return point, {}, False
+            return new_point, fixed, None
+        return point, {}, None
     off = ~(error <= 10 * tolerance)
     if sums.are_local:  # X'X may overflow where X does not
         off &= are_finite(point)
@@ -626,7 +629,7 @@ def _on_manifold(
         project = partial(sums.row_sum.with_all_rows, project)  # type: ignore[attr-defined]
     if bool(off.any()):
         point[off] = project(point[off])
-    return (*correct(point, state, sums), True)
+    return (*correct(point, state, sums), error)
 
 
 # ---- after the rule ------------------------------------------------------------------------------

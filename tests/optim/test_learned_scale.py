@@ -209,6 +209,8 @@ def test_a_weight_that_others_write_to_becomes_the_nearest_multiple(name: str) -
     rule, options = RULES[name]
     parameter = weight("heads")
     opt = rule([parameter], scale_pull=0.0, **options)
+    parameter.grad = torch.zeros_like(parameter)
+    opt.step()
     for value in (
         torch.randn_like(parameter),
         torch.zeros_like(parameter),
@@ -225,6 +227,42 @@ def test_a_weight_that_others_write_to_becomes_the_nearest_multiple(name: str) -
             scales(parameter, parameter.manifold), expected, rtol=1e-6, atol=0
         )
         assert float(so.orthonormality_error(parameter)) < 1e-12
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
+@pytest.mark.parametrize(("layout", "name"), in_turn(LAYOUTS, RULES))
+def test_the_first_step_gives_a_weight_that_was_not_projected_its_start(
+    layout: str, name: str
+) -> None:
+    rule, options = RULES[name]
+    reading = (point := weight(layout)).manifold
+    value = 1.5 * point.detach()  # multiples of points keep their scales
+    matrices = reading.matrices(reading.parts(value)[0])
+    matrices[(0,) * (matrices.ndim - 2)] = torch.randn_like(each_matrix(value, reading)[0])
+    parameter = so.ManifoldParameter(value, reading, project=False)
+    opt = rule([parameter], scale_pull=0.0, **{**options, "lr": 1e-9})
+    expected = torch.full_like(scales(value, reading), 1.5 * reading.scale)
+    expected[0] = reading.scale
+    for _ in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        opt.step()
+        near = 5e-3 if parameter.dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(scales(parameter, reading), expected, rtol=near, atol=0)
+    with torch.no_grad():
+        parameter.mul_(2.0).add_(0.1 * torch.randn_like(parameter))  # later on it is measured
+    opt.step()
+    assert bool((scales(parameter, reading) > 1.9 * expected).all())
+
+
+def test_a_weight_made_on_the_meta_device_begins_at_its_start() -> None:
+    with torch.device("meta"):
+        layer = so.constrain(nn.Linear(64, 32), scale=2.0, learn_scale=True)
+    layer.to_empty(device="cpu").reset_parameters()
+    opt = so.StiefelAdamW(so.retag(layer).parameters(), lr=1e-9)
+    layer(torch.randn(4, 64)).square().mean().backward()
+    opt.step()
+    assert float(g_of(layer.weight)) == pytest.approx(2.0, rel=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_leaves_scale_and_state() -> None:
