@@ -123,7 +123,7 @@ def sgd(
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         transport: "isometric" or "projected".
         sums: Products of tall matrices summed over the rows, some of which may be elsewhere.
-        reader: Who may read a number of this step. Default: whoever can.
+        reader: Reads numbers of this step. Default: :func:`reader_for` its device.
 
     Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 7 and 8; one more off
         the canonical metric, but for "isometric" without ``nesterov``.
@@ -528,9 +528,9 @@ def precondition(
 ) -> Tensor:
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
-    ``root`` is that of c2. The factor gamma of :func:`gain` is left to the learning rate. No entry
-    of D exceeds ``most``. ``latest``: -f of this step, for Nesterov's momentum: b1 Z - (1 - b1) f
-    takes the place of Z.
+    ``root`` is the root of c2. The learning rate takes the factor gamma, see
+    :func:`bias_correction_ratio`. No entry of D exceeds ``most``. ``latest``: -f of this step, for
+    Nesterov's momentum: b1 Z - (1 - b1) f takes the place of Z.
     """
     first = state["momentum_" + part]
     if latest is not None:
@@ -543,7 +543,7 @@ def precondition(
 
 
 def denominator_of(state: Mapping[str, Tensor], part: str, root: Scalar, eps: float) -> Tensor:
-    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is that of c2."""
+    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is sqrt(c2)."""
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     denominator = torch.sqrt(second)  # real
     denominator.add_(root, alpha=eps)

@@ -491,7 +491,7 @@ def _kept(make: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
 
 
 def solution(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return A^(-1) B for A with real part I, or near it, singular only by rounding; nobody waits.
+    """Return A^(-1) B, without waiting, for A with real part near I, singular only by rounding.
 
     Raises:
         LinAlgError: for a matrix that is singular by rounding, where looking is free; else NaN.

@@ -65,7 +65,7 @@ def roots(
 
     Args:
         matrix: M = E / scale, shape ``(k, m, m)``.
-        square: M^2, where somebody has it already.
+        square: M^2, if it is known already.
         reads: Whether a number may be read that sharpens ``limit`` and may save products.
         last: The last of the matrices, of which (I + Q)^(-1) is wanted.
         out: Memory for S; it may be left unused.
