@@ -166,7 +166,7 @@ class FirstPoints:
 
 @torch.no_grad()
 def _outlier(parameter: Tensor, reading: Stiefel) -> float:
-    """Return the largest singular value over that of independent entries of the same spread."""
+    """Return the largest singular value over the one that independent entries would have."""
     largest_ratio = 0.0
     whole = replace(reading, heads=None)  # blocks have one initialisation
     for index, part in enumerate(whole.parts(parameter)):

@@ -9,15 +9,15 @@ from typing import Final, Literal
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt.errors import check_flag, check_module, fail
+from stiefel_opt.errors import check_flag, check_module
 from stiefel_opt.tags import Stiefel
 from stiefel_opt.tools.attention import (
     Found,
     constrain_found,
     found_of,
+    is_within,
     listed,
     plans_of,
-    remedy_for,
 )
 from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
 from stiefel_opt.tools.report import table
@@ -105,13 +105,9 @@ def _attention(model: nn.Module, names: Names) -> tuple[list[Found], list[str], 
         for path in skipped.keys() & more.keys():
             plans[path] = more[path]
             del skipped[path]
-    if not plans:
-        wanted = "contain an attention module that can be read"
-        remedy = remedy_for(model, skipped, names.layouts)
-        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    found = found_of(model, plans)
+    found = found_of(model, plans, skipped, names)
     for path in list(skipped):  # the output of one that was read
-        if any(_is_within(name, path) for name, _, _ in found):
+        if any(is_within(name, path) for name, _, _ in found):
             del skipped[path]
     return found, list(plans), skipped
 
@@ -132,7 +128,7 @@ def _others(
         for inner, layer in model.get_submodule(block).named_modules():
             parts.setdefault(layer, joined(block, inner))
     for layer, path in parts.items():
-        if any(_is_within(path, other) for other in skipped):
+        if any(is_within(path, other) for other in skipped):
             continue
         above = model.get_submodule(path.rpartition(".")[0])
         kind = type(layer).__name__
@@ -143,7 +139,7 @@ def _others(
             others = [_sizes(each) for each in beside if is_linear(each)]
             is_gated = _is_gated(_sizes(layer), others)
             is_alone = len(others) == 1 and (is_gated or _sizes(layer)[1] == others[0][0])
-            if any(_is_within(path, attention) for attention in paths):
+            if any(is_within(path, attention) for attention in paths):
                 skipped[path] = f"{kind}: no projection of its attention module"
             elif any(_is_over_time(each) for each in beside) and not is_alone:
                 skipped[path] = f"{kind}: beside a convolution over time, perhaps several matrices"
@@ -162,11 +158,6 @@ def _others(
                     yield name, kind, of_experts
                 else:
                     skipped[path if leaf == "weight" else name] = f"{kind}: no linear layer"
-
-
-def _is_within(path: str, module: str) -> bool:
-    """Say whether a path is that of this module or of a part of it."""
-    return not module or f"{path}.".startswith(f"{module}.")
 
 
 def _blocks(model: nn.Module, path: str) -> list[str]:
