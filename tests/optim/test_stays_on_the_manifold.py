@@ -490,7 +490,7 @@ def _one_column(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
 
 
 def _within(X: Tensor, A: Tensor, *_: Any) -> Tensor:
-    """Long turns while the normal part is nearly zero: each has to be saturated by itself."""
+    """Long turns beside hardly any move out of the span."""
     return X @ (A[: X.size(1)] - A[: X.size(1)].mT)
 
 
