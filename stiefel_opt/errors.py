@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.optim import Optimizer
 from typing_extensions import Self
 
 NOTHING_CONSTRAINED = (
@@ -73,7 +72,7 @@ PARAMETRIZED = (
 
 
 def users_level() -> int:
-    """Return the ``stacklevel`` by which a warning of the caller shows the user's own line."""
+    """Return the ``stacklevel`` with which the caller's warning shows the user's own line."""
     frame, level, inner = sys._getframe(1), 1, ("stiefel_opt", "torch")
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         frame, level = frame.f_back, level + 1
@@ -146,11 +145,15 @@ def check_flags(**values: object) -> None:
         check_flag(name, value)
 
 
-def check_module(name: str, value: object) -> nn.Module:
-    """Return ``value``, a module, or raise."""
-    if not isinstance(value, nn.Module):
-        raise TypeError(fail(name, "be a torch.nn.Module", type(value).__name__))
-    return value
+def check_type(name: str, value: object, kind: Any, condition: str, remedy: str = "") -> None:
+    """Raise unless ``value`` is of this type, or of one of several: "be a tensor"."""
+    if not isinstance(value, kind):
+        raise TypeError(fail(name, condition, type(value).__name__, remedy))
+
+
+def check_module(name: str, value: object, remedy: str = "") -> None:
+    """Raise unless ``value`` is a module."""
+    check_type(name, value, nn.Module, "be a torch.nn.Module", remedy)
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -167,12 +170,6 @@ def check_writable(name: str, tensor: Tensor) -> None:
         raise ValueError(fail(name, "not repeat elements to be projected", given, "clone it first"))
 
 
-def check_group(value: object) -> None:
-    """Raise for what is no group of parameters."""
-    if not isinstance(value, dict):
-        raise TypeError(fail("param_group", "be a dict", type(value).__name__))
-
-
 def type_name(value: object) -> str:
     """Return the name of a type with its package: ``peft.Linear`` is not ``torch.Linear``."""
     return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
@@ -182,14 +179,6 @@ def classes_of(value: object, package: str) -> set[str]:
     """Return the names of the classes of a package from which the type of ``value`` derives."""
     bases = type(value).__mro__
     return {kind.__name__ for kind in bases if kind.__module__.partition(".")[0] == package}
-
-
-def check_optimizer(value: object, remedy: str) -> Optimizer:
-    """Return what a caller's factory made, or raise."""
-    if not isinstance(value, Optimizer):
-        wanted, kind = "return a torch.optim.Optimizer", type(value).__name__
-        raise TypeError(fail("optimizer", wanted, kind, remedy))
-    return value
 
 
 def listing(names: Sequence[str]) -> str:

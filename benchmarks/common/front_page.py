@@ -165,7 +165,8 @@ def questions() -> list[tuple[str, str, str]]:
         "ViT, all matrices", "character transformer",
     )}  # fmt: skip
     of |= {name: ratio_of(name, "Muon") for name in (
-        "GRU, rows", "LSTM, characters", "residual, no norm", "residual, post-norm",
+        "GRU, rows", "LSTM, characters",
+        "residual, no norm", "residual, pre-norm", "residual, post-norm",
     )}  # fmt: skip
     return [
         (
@@ -207,7 +208,8 @@ def questions() -> list[tuple[str, str, str]]:
         (
             "8. Has it residual connections?",
             "no; torch's Muon",
-            f"{of['residual, no norm']} without norms, {of['residual, post-norm']} with",
+            f"{of['residual, no norm']} without norms, {of['residual, pre-norm']} with norms "
+            f"before, {of['residual, post-norm']} after",
         ),
         (
             "9. A perceptron, deep layers without norms, a CNN?",

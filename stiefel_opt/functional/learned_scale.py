@@ -6,14 +6,14 @@ g is read from the weight, |W|_F / sqrt(m). With the slope s = <G, Q> of the los
 
     Adam:  g <- g + a p (g0 - g) - a g0 u,   a = min(eta sqrt(max(n, m)) / g0, 0.01)
 
-where u = s_1 / (sqrt(s_2) + eps) is the quotient of both averages of s. The root is what an entry
-is worth: where all entries of W move by eta along Q, g moves by about eta sqrt(n). eta is the
-learning rate of W, so that that of Q is eta / g0. Muon's learning rate is a spectral norm, and g
-moves by it without the root. In SGD, the set of all g Q is embedded in the space of matrices,
+where u = s_1 / (sqrt(s_2) + eps) is the quotient of both averages of s: where all entries of W move
+by eta along Q, g moves by about eta sqrt(n). eta is the learning rate of W, that of Q is eta / g0.
+Muon's learning rate is a spectral norm, and g moves by it without sqrt(max(n, m)). In SGD
 
     SGD:   v <- mu v + s,   g <- g + eta p (g0 - g) - eta v / m,   and Q moves along G / g,
 
-so that to first order W moves by -eta times the part of its gradient that is tangent to that set.
+so that to first order W moves by -eta times its Riemannian gradient on the set of all g Q: in the
+Euclidean metric, the part of the gradient that is tangent to this set.
 
 g changes by at most a factor e in a step, and stays between g0 / 10,000 and 10,000 g0.
 """
@@ -48,7 +48,7 @@ _LIMIT: Final = 1e4  # of g over its first value, and of its inverse
 # since they began; and the momentum of the slope in SGD.
 MOMENTS: Final = "scale_moments"
 MOMENTUM: Final = "scale_momentum"
-SCALE: Final = "scale"  # the new g itself, which nobody keeps
+SCALE: Final = "scale"  # the new g itself, which is not kept
 
 
 def norm_of(W: Tensor, sums: Sums) -> Tensor:
@@ -70,10 +70,13 @@ def limited(norm: Tensor, columns: int, start: float) -> Tensor:
     return norm.clamp(unit / _LIMIT, unit * _LIMIT)
 
 
-def norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, sums: Sums, start: float) -> Tensor:
-    """Return the norm of projected points whose scale is the mean of the singular values."""
+def norm_at(
+    X: Tensor, unscaled: Tensor, norm: Tensor, sums: Sums, start: float, starts: Tensor
+) -> Tensor:
+    """Return the norm of projected points: g is the mean singular value, or its start."""
     mean = sums.add(inner_product(X, unscaled)) / X.size(-1)
-    return limited(norm * mean, X.size(-1), start)
+    norm = torch.where(starts, start * math.sqrt(X.size(-1)), norm * mean)
+    return limited(norm, X.size(-1), start)
 
 
 def with_learned_scale(

@@ -123,7 +123,7 @@ def sgd(
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         transport: "isometric" or "projected".
         sums: Products of tall matrices summed over the rows, some of which may be elsewhere.
-        reader: Who may read a number of this step. Default: whoever can.
+        reader: Reads numbers of this step. Default: :func:`reader_for` its device.
 
     Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 7 and 8; one more off
         the canonical metric, but for "isometric" without ``nesterov``.
@@ -136,16 +136,15 @@ def sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return rotate_square(X, direction, new_Z, lr, carry, reader)
+        return rotate_square(X, lambda: direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
         B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
         if mu is not None:
             L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
         within = torch.sub(S, N, alpha=momentum)
-        keeps_factor = FACTOR in state
         return _step_unprojected(
-            X, G, S, B, L, {}, new_Z, lr, momentum, within, sums, reader, keeps_factor
+            X, G, S, B, L, {}, new_Z, lr, momentum, within, sums, reader, FACTOR in state
         )
     minus_g = normal_force(X, S, G)
     if Z is None:
@@ -201,9 +200,9 @@ def adam(
         room, force = state.like(), state.like(SKEW, NORMAL)
         options = betas, eps, nesterov, root, most
         judged = _moments_at_once(X, G, S, state, room, force, options, reader)
-        parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
+        parts = force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]
         new_X, _, length = advance(
-            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=ahead
+            X, *parts, eta, transport, None, sums, reader, judged=judged, memory=force
         )
         return new_X, room, length
     minus_f = skew_force(S, a)
@@ -273,9 +272,9 @@ def _step_unprojected(
     else:
         new_B = add_product_into(room.get(UNPROJECTED), G, B, L, momentum)
         new_B = add_product_(new_B, X, within)
-    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S)  # 4
-    rotation, shortening, R, scaled, _, step, length, _ = factors
-    excess = length.squares[X.size(0) :]  # E / scale
+    memory = room if isinstance(room, Packed) else None
+    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S, memory=memory)  # 4
+    rotation, shortening, R, scaled, _, step, length, _, excess = factors
     if not keeps_factor:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
@@ -331,7 +330,7 @@ def advance(
     sums: Sums,
     reader: Reader,
     judged: Tensor | None = None,
-    ahead: Tensor | None = None,
+    memory: Packed | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
@@ -342,34 +341,22 @@ def advance(
     where the first is the rotation of X D into X_new that changes nothing normal to both. With
     S = X'G given V is normal to X; without it a part of V along X is taken out.
     """
-    if transport == "isometric":  # this transport needs V itself to be normal
-        if S is None:
-            (overlap,) = sums((X, V))
-            V = add_product_(V, X, overlap, alpha=-1.0)
-        factors = step_factors_of(
-            direction,
-            V,
-            lr,
-            sums,
-            reader,
-            S,
-            also=((V, U),),
-            companion=True,
-            judged=judged,
-            ahead=ahead,
-        )
-        rotation, shortening, _, _, companion, step, length, (C,) = factors
+    if transport == "isometric" and S is None:  # this transport needs V itself to be normal
+        (overlap,) = sums((X, V))
+        V = add_product_(V, X, overlap, alpha=-1.0)
+    factors_with = partial(step_factors_of, direction, V, lr, sums, reader, S, judged=judged)
+    if transport == "isometric":
+        of_pair, ahead = ((V, U),), memory is not None
+        factors = factors_with(also=of_pair, companion=True, memory=memory, is_ahead=ahead)
+        rotation, shortening, _, _, companion, step, length, (C,), _ = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
         new_X = add_product(moved, moved, shortening)
         C, base = torch.bmm(companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
-        pairs = (V, U), (X, V)
-        factors = step_factors_of(
-            direction, V, lr, sums, reader, S, also=pairs, is_projected=True, judged=judged
-        )
-        rotation, shortening, R, scaled, _, step, length, (C, overlap) = factors
+        factors = factors_with(also=((V, U), (X, V)), is_projected=True)
+        rotation, shortening, R, scaled, _, step, length, (C, overlap), _ = factors
         within = shortening.baddbmm_(rotation, R)
         within.baddbmm_(overlap, scaled, alpha=-step.number)
         new_X = add_product_(add_product(X, X, within), V, scaled, alpha=step.number)
@@ -381,20 +368,19 @@ def advance(
 
 def rotate_square(
     X: Tensor,
-    direction: Tensor | Callable[[], Tensor],
+    direction: Callable[[], Tensor],
     new_Z: Tensor,
     lr: Scalar,
     transport: str | None,
     reader: Reader,
     judged: Tensor | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
-    """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
-    turn = (lambda: direction) if isinstance(direction, Tensor) else direction
+    """X <- X rot(eta ``direction()``) for square matrices; ``transport`` None: no momentum."""
     if transport != "projected" and not is_halved(X):
-        new_X, length = turned_square(X, turn, lr, reader, judged)
+        new_X, length = turned_square(X, direction, lr, reader, judged)
         new = {} if transport is None else {SKEW: new_Z}
     else:  # a product of the rotation is symmetric, and large ones are cheaper then
-        rotation, length = rotation_of_square(turn, lr, reader, judged)
+        rotation, length = rotation_of_square(direction, lr, reader, judged)
         new_X = add_product(X, X, rotation)
         new = {} if transport is None else carried_skew(new_Z, rotation, transport)
     return new_X, new, length
@@ -542,9 +528,9 @@ def precondition(
 ) -> Tensor:
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
-    ``root`` is that of c2. The factor gamma of :func:`gain` is left to the learning rate. No entry
-    of D exceeds ``most``. ``latest``: -f of this step, for Nesterov's momentum: b1 Z - (1 - b1) f
-    takes the place of Z.
+    ``root`` is the root of c2. The learning rate takes the factor gamma, see
+    :func:`bias_correction_ratio`. No entry of D exceeds ``most``. ``latest``: -f of this step, for
+    Nesterov's momentum: b1 Z - (1 - b1) f takes the place of Z.
     """
     first = state["momentum_" + part]
     if latest is not None:
@@ -557,7 +543,7 @@ def precondition(
 
 
 def denominator_of(state: Mapping[str, Tensor], part: str, root: Scalar, eps: float) -> Tensor:
-    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is that of c2."""
+    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is sqrt(c2)."""
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     denominator = torch.sqrt(second)  # real
     denominator.add_(root, alpha=eps)

@@ -24,7 +24,7 @@ from stiefel_opt.functional.flows import Move, Scalar
 from stiefel_opt.numerics.device import Reader, reader_for
 from stiefel_opt.numerics.linalg import LOCAL_SUMS, Sums
 
-# Names of state: r^2 - 1; w, c over its first value, mu, and the first value of c.
+# The name of r^2 - 1 in the state.
 GROWTH: Final = "radius_growth"
 
 

@@ -289,7 +289,7 @@ def _moved(
     new_Z = torch.addcmul(minus_f, mu, state[SKEW])
     direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z
     if minus_g is None:
-        new_X, carried, length = rotate_square(X, direction, new_Z, eta, transport, reader)
+        new_X, carried, length = rotate_square(X, lambda: direction, new_Z, eta, transport, reader)
         return new_X, new | carried, length._replace(inner=S)
     turn = coupling(state[SKEW], 1.0, eta, a, reader)
     U = state[NORMAL] if turn is None else product(state[NORMAL], turn)

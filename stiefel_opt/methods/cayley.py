@@ -31,6 +31,7 @@ from stiefel_opt.errors import check_flag, check_integer
 from stiefel_opt.functional import (
     METRICS,
     NORMAL,
+    PULL,
     SKEW,
     Length,
     Move,
@@ -256,7 +257,8 @@ class CayleySGD(_Iterated, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         steps: Iterations of the Cayley map. Default: 2.
         exact: Solve for it instead. Default: no.
 
@@ -292,6 +294,7 @@ class CayleySGD(_Iterated, SGDLike):
         differentiable: bool = False,
         steps: int = 2,
         exact: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,
@@ -319,7 +322,8 @@ class CayleyAdam(_Iterated, AdamLike):
 
     Args:
         params, lr, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused,
-            decoupled_weight_decay, nonfinite, stiefel, cuda_graph: As in :class:`StiefelAdam`.
+            decoupled_weight_decay, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelAdam`.
         betas, eps: As in ``torch.optim.Adam``, for both kinds; ``eps`` is under the root for
             constrained parameters. The paper has betas of 0.9 and 0.99.
         steps, exact: As in :class:`CayleySGD`.
@@ -356,6 +360,7 @@ class CayleyAdam(_Iterated, AdamLike):
         decoupled_weight_decay: bool = False,
         steps: int = 2,
         exact: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,

@@ -24,6 +24,7 @@ from typing_extensions import override
 from stiefel_opt.errors import check_choice
 from stiefel_opt.functional import (
     NORMAL,
+    PULL,
     SKEW,
     Move,
     Scalar,
@@ -135,7 +136,8 @@ class ProjectedRGD(SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, metric, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         retraction: "cayley", "qr" or "polar".
 
     Raises:
@@ -171,6 +173,7 @@ class ProjectedRGD(SGDLike):
         differentiable: bool = False,
         metric: str | float = "canonical",
         retraction: str = "cayley",
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,

@@ -47,7 +47,7 @@ for complex ones ' is the conjugate transpose.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -59,6 +59,7 @@ from stiefel_opt.errors import check_choice
 from stiefel_opt.functional import (
     METRICS,
     NORMAL,
+    PULL,
     SKEW,
     Length,
     Move,
@@ -103,7 +104,11 @@ from stiefel_opt.optim import (
 )
 from stiefel_opt.tags import Stiefel
 
-ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
+ROTATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "euler": plus_identity,
+    "cayley": cayley,
+    "expm": exponential,
+}
 # Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.
 _DIGITS: Final = 1e-3
 _PASSES: Final = 4
@@ -349,7 +354,8 @@ class PublishedSGD(_Published, SGDLike):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
-            differentiable, metric, nonfinite, stiefel, cuda_graph: As in :class:`StiefelSGD`.
+            differentiable, metric, scale_pull, nonfinite, stiefel,
+            cuda_graph: As in :class:`StiefelSGD`.
         rotation: How X turns within its span: "euler", "cayley" or "expm".
 
     Raises:
@@ -384,6 +390,7 @@ class PublishedSGD(_Published, SGDLike):
         differentiable: bool = False,
         metric: str | float = "canonical",
         rotation: str = "euler",
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,
@@ -406,7 +413,7 @@ class PublishedAdam(_Published, AdamLike):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable,
-            differentiable, fused, decoupled_weight_decay, metric, nonfinite, stiefel,
+            differentiable, fused, decoupled_weight_decay, metric, scale_pull, nonfinite, stiefel,
             cuda_graph: As in :class:`StiefelAdam`.
         rotation: As in :class:`PublishedSGD`.
 
@@ -443,6 +450,7 @@ class PublishedAdam(_Published, AdamLike):
         decoupled_weight_decay: bool = False,
         metric: str | float = "canonical",
         rotation: str = "euler",
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
         cuda_graph: bool | None = None,

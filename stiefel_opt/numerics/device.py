@@ -2,7 +2,7 @@
 
 A step may choose its work by a number, if that can be read. :class:`HostReader` reads it, on a CPU,
 where reading is free. :class:`LaggedReader` knows the number of the step before, which the device
-has copied while nobody waited. :class:`BlindReader` knows nothing: a captured graph would freeze
+has copied while the host went on. :class:`BlindReader` knows nothing: a captured graph would freeze
 what it read.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
-from stiefel_opt.errors import HALF, fail
+from stiefel_opt.errors import HALF, check_type, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
 _MANY: Final = 1024  # rows of numbers that are kept
@@ -64,7 +64,7 @@ def untraced(function: MapT) -> MapT:
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
+    """Say whether a tensor lives on the CPU, so that it is read without waiting."""
     return _is_on_cpu(tensor) and not isinstance(tensor, FakeTensor)
 
 
@@ -113,7 +113,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
-    """Return an index in the memory of a device, sent there once and while nobody waits.
+    """Return an index in the memory of a device, sent there once and without waiting.
 
     A list in its place would be sent, and waited for, at every use.
     """
@@ -159,9 +159,7 @@ def _sent(device: torch.device, values: tuple[float, ...], dtype: torch.dtype) -
 
 def readable(tensor: Tensor) -> Tensor | None:
     """Return the values of ``tensor`` where looking is free, on a CPU and not traced, else None."""
-    if not is_cpu(tensor) or is_compiling():
-        return None
-    return torch.func.debug_unwrap(tensor.detach(), recurse=True)
+    return values_of(tensor) if is_cpu(tensor) else None
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -175,7 +173,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 def address_for(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
-    """Return what tells where the values of tensors like these lie; without values, which it is."""
+    """Return a function that gives the address of a tensor's values; ``id`` if it has none."""
     return torch.Tensor.data_ptr if all(map(has_values, tensors[:1])) else id
 
 
@@ -237,7 +235,7 @@ _UNSEEN: Final = 30.0
 
 
 class Hint(NamedTuple):
-    """What a caller makes of a number: the same up to ``least``; it grows as lr^``power``."""
+    """How a caller uses a number: below ``least`` as that; it grows as lr^``power``."""
 
     least: float = 0.0
     power: int = 0
@@ -273,7 +271,7 @@ class Reader(ABC):
         Args:
             name: The key of the stored number: use it once a step.
             value: Called only where its number is used.
-            hint: What the caller makes of it.
+            hint: How the caller uses it.
         """
 
     def numbers(self, asked: Numbers) -> Sequence[float]:
@@ -291,11 +289,11 @@ class Reader(ABC):
         """Drop a number of an earlier step that says nothing of the next one."""
 
     def same(self, name: str, numbers: Tensor) -> float | None:  # noqa: ARG002
-        """Return what all entries of ``numbers`` are; None if they differ, or nobody knows."""
+        """Return the number that all entries equal; None if they differ, or if it is unknown."""
         return None
 
     def keep(self, name: str, number: float) -> None:  # noqa: B027
-        """Keep what all entries are after this step: :meth:`same` need not look."""
+        """Remember the number that all entries equal after this step, for :meth:`same`."""
 
 
 class HostReader(Reader):
@@ -529,7 +527,7 @@ _HOST: Final = HostReader()
 
 
 def reader_for(tensor: Tensor, lagged: LaggedReader | None = None) -> Reader:
-    """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
+    """Return the reader for a step on ``tensor``; ``lagged`` remembers earlier steps."""
     if isinstance(lagged, PlannedReader):
         return lagged
     if is_compiling() or not has_values(tensor):
@@ -569,7 +567,7 @@ class Recorder:
 
     @staticmethod
     def is_busy() -> bool:
-        """Say whether somebody else captures this step."""
+        """Say whether another capture, which this step is part of, is under way."""
         return torch.cuda.is_current_stream_capturing()
 
     def follow(self) -> None:
@@ -580,7 +578,7 @@ class Recorder:
         self._last_stream = current
 
     def send(self, number: float | None) -> None:
-        """Send a number, if it is another than before, while nobody waits; None: it is there."""
+        """Send a number that has changed, without waiting; None: it is there."""
         if number is not None and number != self._sent:
             host, arrived = self._slot()
             host.fill_(number)
@@ -636,6 +634,9 @@ _EXACT = ("none", "ieee")  # settings that keep all digits: the default, and ful
 # What the backends ask, without the exception that each of their attributes begins with.
 _PRECISION: Any = torch._C._get_fp32_precision_getter
 _NOTHING: Final = contextlib.nullcontext()
+_LOCK: Final = threading.Lock()
+# For each step that needs the highest precision, the function that ends it for all.
+_SUSPENDED: Final[list[Callable[[], None]]] = []
 
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -655,30 +656,9 @@ def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     suspension, and the last of them ends it.
     """
     is_exact = _PRECISION("cuda", "matmul") in _EXACT and _PRECISION("mkldnn", "matmul") in _EXACT
-    if is_exact and not _SUSPENSION.active:
+    if is_exact and not _SUSPENDED:
         return no_autocast(tensor)
     return _suspended(tensor)
-
-
-class _Suspension:
-    """Holds the precision of products at the highest while anybody needs it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.active = 0
-        self._restore: Callable[[], None]
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self.active += 1
-            if self.active == 1:
-                self._restore = _raised_precision()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.active -= 1
-            if not self.active:
-                self._restore()
 
 
 def _raised_precision() -> Callable[[], None]:
@@ -710,13 +690,19 @@ def _legacy_precision() -> str | None:
             return None
 
 
-_SUSPENSION: Final = _Suspension()
-
-
 @contextlib.contextmanager
 def _suspended(tensor: Tensor) -> Iterator[None]:
-    with _SUSPENSION, no_autocast(tensor):
-        yield
+    """Hold the precision of products at the highest for as long as any thread needs it."""
+    with _LOCK:
+        _SUSPENDED.append(_SUSPENDED[0] if _SUSPENDED else _raised_precision())
+    try:
+        with no_autocast(tensor):
+            yield
+    finally:
+        with _LOCK:
+            restore = _SUSPENDED.pop()
+            if not _SUSPENDED:
+                restore()
 
 
 def full_precision(function: MapT) -> MapT:
@@ -731,8 +717,7 @@ def full_precision(function: MapT) -> MapT:
         if not arguments and leading not in options:
             return function(**options)  # raises, and says what is missing
         first = arguments[0] if arguments else options[leading]
-        if not isinstance(first, Tensor):
-            raise TypeError(fail(leading, "be a tensor", type(first).__name__))
+        check_type(leading, first, Tensor, "be a tensor")
         if not (first.is_floating_point() or first.is_complex()):
             raise TypeError(fail(leading, "have a floating-point dtype", first.dtype))
         with no_autocast(first):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt.errors import check_group
+from stiefel_opt.errors import check_type
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.numerics.device import is_compiling
@@ -40,7 +40,7 @@ from stiefel_opt.optim.state import START, State, StateDict, complete_state, dec
 from stiefel_opt.optim.tagged import TaggedOptimizer
 from stiefel_opt.optim.torch_rules import Group, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
-from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
+from stiefel_opt.optim.velocity import keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.tags.parameter import project_untagged
 
 # Attributes of a class that speak of a method: who overrides the method says them again.
@@ -229,7 +229,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     @override
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
-        check_group(param_group)
+        check_type("param_group", param_group, dict, "be a dict")
         count = len(self.param_groups)
         try:
             for part in self._parts(param_group):
@@ -333,7 +333,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:
         """Stack all state anew: the parameters at ``late`` have joined the others."""
-        waiting, form = set(index.waiting).difference(late), self._velocity_form()
+        waiting = set(index.waiting).difference(late)
         layouts: dict[Any, Shards | None] = {}
         weights: dict[torch.device, list[ConstrainedParameter]] = {}
         restarted: list[Tensor] = []
@@ -347,7 +347,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
                 layouts[key] = shards_of(parameter, manifold)
             called = partial(checks.name_of, parameter, self.param_groups)
             if (shards := layouts[key]) is not None:
-                checks.check_sharing(shards, parameter, self, index.declared, called)
+                checks.check_sharing(shards, parameter, self, index.declared)
             states, records = self.state, self.records
             if records.drop_unfit(states, parameter, manifold, index.declared):
                 restarted.append(parameter)
@@ -356,9 +356,9 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
                 manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
             together = weights.setdefault(parameter.device, [])
             weight = ConstrainedParameter(parameter, manifold, state, shards, len(together))
-            keep_velocity(weight, index.declared, form)
+            keep_velocity(self, weight, index.declared)
             complete_state(
-                state, index.declared, parameter, manifold, called, form.declared, shards
+                state, index.declared, parameter, manifold, called, self._declared, shards
             )
             together.append(weight)
         index.device_groups = [
@@ -453,7 +453,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
                 newer version, and options that make no sense. Nothing has changed then.
             TypeError: for what is no state_dict.
         """
-        checkpoint.check_is_dict(state_dict)
+        check_type("state_dict", state_dict, Mapping, "be a dict")
         final: dict[str, Any] = {}
 
         def examine(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:  # behind other hooks
@@ -515,10 +515,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         Raises:
             ValueError: for a rule of one's own that keeps its momentum otherwise.
         """
-        group, manifold = group_of(parameter, self.param_groups)
-        form = self._velocity_form()
-        form.check(self.rule, self.declared_for(group))
-        return velocity_of(parameter, manifold, self.state.get(parameter, {}), form)
+        return velocity_of(self, parameter)
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
@@ -531,14 +528,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
             ValueError: for tensors of another shape, values that are not finite, and rules that
                 keep no momentum. Nothing has changed then.
         """
-        group, manifold = group_of(parameter, self.param_groups)
-        declared, form = self.declared_for(group), self._velocity_form()
-        form.check(self.rule, declared)
-        called = partial(checks.name_of, parameter, self.param_groups)
-        set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
-
-    def _velocity_form(self) -> Form:
-        return Form(self.velocity_names, self._declared, self.velocity_in, self.state_of_velocity)
+        set_velocity_(self, parameter, skew, normal)
 
     def all_constrained(self) -> list[DeviceGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""
@@ -546,5 +536,4 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        name, last = type(self).__name__, self.how_stepped()
-        return checks.described(name, self.param_groups, self.resolved, last)
+        return checks.described(self, self.how_stepped())

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import HALF, check_range, fail, users_level
+from stiefel_opt.errors import HALF, check_range, check_type, fail, users_level
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
-from stiefel_opt.numerics.geometry import scale_rounding
 from stiefel_opt.optim.checks import check_saved_lr, in_short, label, reading
 from stiefel_opt.optim.state import (
+    LIKE_POINT,
     MOMENTS_OF_TORCH,
     ROWS,
     START,
@@ -26,6 +26,7 @@ from stiefel_opt.optim.state import (
 )
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.points import is_alike
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 
@@ -77,15 +78,9 @@ def warn_if_nonfinite(optimizer: Any) -> None:
         )
 
 
-def check_is_dict(state_dict: object) -> None:
-    """Raise unless this is a dict, for hooks to look at."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(fail("state_dict", "be a dict", type(state_dict).__name__))
-
-
 def check_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Raise unless this has the parts of a state_dict."""
-    check_is_dict(state_dict)
+    check_type("state_dict", state_dict, Mapping, "be a dict")
     keys = sorted(map(str, state_dict))
     if not {"state", "param_groups"} <= set(keys):
         remedy = "pass what optimizer.state_dict() returned"
@@ -96,21 +91,23 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
 def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return what torch may load of a state_dict; raise for what no step could use."""
     check_state_dict(given)
-    saved_groups, state = [dict(saved) for saved in given["param_groups"]], given["state"]
-    groups, torch_rule = optimizer.param_groups, optimizer._torch_rule
+    saved_groups, state = [dict(saved) for saved in given["param_groups"]], dict(given["state"])
+    groups = optimizer.param_groups
     of_torch = take_marks(saved_groups, optimizer.rule)
     if of_torch:
-        check_plain_rule(state, saved_groups, torch_rule, optimizer.rule)
+        check_plain_rule(state, saved_groups, optimizer)
     check_saved_readings(groups, saved_groups)
-    complete_options(saved_groups, groups, optimizer.defaults)
-    if of_torch:
-        state = without_plain(state, groups, saved_groups)
-    for group, saved in zip(groups, saved_groups, strict=False):
-        check_saved_lr({**group, **saved}["lr"])
+    for group, saved in zip(groups, saved_groups, strict=True):
+        for name in optimizer.defaults:
+            saved.setdefault(name, group[name])
+        # readings agree; graphs are of this machine, not of a training
+        saved.update(stiefel=group["stiefel"], cuda_graph=group["cuda_graph"])
+        check_saved_lr(saved["lr"])
         optimizer.check_options({**group, **saved})
-    check_states(
-        state, groups, saved_groups, optimizer.declared_for, of_torch=torch_rule is not None
-    )
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            if of_torch and reading(parameter, group) is not None:
+                state.pop(key, None)  # torch's means nothing to a constrained parameter
+    check_states(state, saved_groups, optimizer)
     return {**given, "param_groups": saved_groups, "state": state}
 
 
@@ -147,14 +144,13 @@ def of_today(saved: Group, rule: str) -> str:
     return f"Adaptive{family}" if is_adaptive else rule
 
 
-def check_plain_rule(
-    state: Mapping[Any, Any], saved_groups: list[Group], torch_rule: TorchRule | None, rule: str
-) -> None:
+def check_plain_rule(state: Mapping[Any, Any], saved_groups: list[Group], optimizer: Any) -> None:
     """Raise unless a state_dict of torch belongs to the rule that plain parameters follow here."""
+    torch_rule: TorchRule | None = optimizer._torch_rule
     if torch_rule is None:
         given = "one of torch.optim, whose rules this class does not use for plain parameters"
         remedy = "load the weights only and start anew"
-        raise ValueError(fail("state_dict", f"be one of {rule}", given, remedy))
+        raise ValueError(fail("state_dict", f"be one of {optimizer.rule}", given, remedy))
     names = {name for values in state.values() for name in values}
     strange = sorted(names - torch_rule.state)
     for saved in saved_groups:
@@ -164,47 +160,26 @@ def check_plain_rule(
         raise ValueError(fail("state_dict", f"be one of {torch_rule.name}", given, remedy))
 
 
-def without_plain(
-    state: Mapping[Any, Any], groups: list[Group], saved_groups: list[Group]
-) -> dict[Any, Any]:
-    """Return ``state`` without that of constrained parameters: torch's means nothing to them."""
-    constrained = {
-        number
-        for group, saved in zip(groups, saved_groups, strict=False)  # torch checks the numbers
-        for parameter, number in zip(group["params"], saved["params"], strict=False)
-        if reading(parameter, group) is not None
-    }
-    return {number: values for number, values in state.items() if number not in constrained}
-
-
-def check_states(
-    state: Mapping[Any, Any],
-    groups: list[Group],
-    saved_groups: list[Group],
-    declare: Callable[[Group], tuple[State, ...]],
-    *,
-    of_torch: bool,
-) -> None:
+def check_states(state: Mapping[Any, Any], saved_groups: list[Group], optimizer: Any) -> None:
     """Raise for ``state``, by number or name, that a step would refuse, naming the parameter.
 
     That of plain rows is known if they move by a rule of torch.
     """
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
-        declared = declare({**group, **saved, "params": group["params"]})
-        pairs = zip(group["params"], saved["params"], strict=False)
+    rows_by_torch = optimizer._torch_rule is not None
+    groups = zip(optimizer.param_groups, saved_groups, strict=True)
+    for number, (group, saved) in enumerate(groups):
+        declared = optimizer.declared_for({**group, **saved, "params": group["params"]})
+        pairs = zip(group["params"], saved["params"], strict=True)
         for index, (parameter, key) in enumerate(pairs):
             if not (values := state.get(key)):
                 continue
             called = label(group, index, number)
-            if not isinstance(values, Mapping):
-                wanted, given = "be a dict", type(values).__name__
-                raise TypeError(fail(f"state of {called}", wanted, given, _AS_SAVED))
+            check_type(f"state of {called}", values, Mapping, "be a dict", _AS_SAVED)
             manifold = reading(parameter, group)
-            expected: dict[str, tuple[State | None, torch.Size]]
-            expected = dict.fromkeys(MOMENTS_OF_TORCH, (None, parameter.shape))
+            expected = dict.fromkeys(MOMENTS_OF_TORCH, (LIKE_POINT, parameter.shape))
             if manifold is not None:
                 expected = expected_state(declared, parameter, manifold)
-                expected |= _expected_rows(parameter, manifold) if of_torch else {}
+                expected |= _expected_rows(parameter, manifold) if rows_by_torch else {}
             for name, value in values.items():
                 if _counts_steps(name):
                     _check_number(f"{name} of {called}", value)
@@ -233,13 +208,11 @@ def count_by_tensors(states: Iterable[dict[str, Any]]) -> None:
                 values[name] = torch.tensor(float(value))
 
 
-def _expected_rows(
-    parameter: Tensor, manifold: Stiefel
-) -> dict[str, tuple[State | None, torch.Size]]:
+def _expected_rows(parameter: Tensor, manifold: Stiefel) -> dict[str, tuple[State, torch.Size]]:
     """Return the moments of torch that each range of plain rows may have, with their shapes."""
     parts = manifold.plain_parts(torch.empty(parameter.shape, device="meta"))
     return {
-        key_of(ROWS + name, index): (_SQUARES if name.endswith("_sq") else None, part.shape)
+        key_of(ROWS + name, index): (_SQUARES if name.endswith("_sq") else LIKE_POINT, part.shape)
         for index, part in enumerate(parts)
         for name in MOMENTS_OF_TORCH
     }
@@ -263,15 +236,14 @@ def _check_value(
     called: str,
     value: Any,
     shape: torch.Size,
-    declaration: State | None,
+    declaration: State,
     parameter: Tensor,
     is_ours: bool,
 ) -> None:
     """Raise unless a moment is a finite tensor like its parameter, as far as it is declared."""
     if value is None and not is_ours:  # a momentum buffer of torch before its first step
         return
-    if not isinstance(value, Tensor):
-        raise TypeError(fail(called, "be a tensor", type(value).__name__, _AS_SAVED))
+    check_type(called, value, Tensor, "be a tensor", _AS_SAVED)
     if value.shape != shape:
         remedy = "load the state of a parameter of the same shape and reading"
         given = f"shape {tuple(value.shape)}"
@@ -290,7 +262,7 @@ def _check_value(
     own, remedy = local_part(value), "load an earlier checkpoint, or the weights only"
     if not bool(torch.isfinite(own).all()):
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
-    if declaration is None or declaration.least == -math.inf or not own.numel():
+    if declaration.least == -math.inf or not own.numel():
         return
     least = float((torch.view_as_real(own.resolve_conj()) if own.is_complex() else own).min())
     if least < declaration.least:
@@ -298,7 +270,7 @@ def _check_value(
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
-    """Take the readings out of ``saved_groups``; raise where one differs from that of today."""
+    """Take the readings out of ``saved_groups``; raise where one has changed since."""
     own, given = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
     if own != given:
         remedy = "build it as it was saved, from model.parameters() or from so.param_groups(model)"
@@ -321,22 +293,9 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor)
     if current is None:
         return False
     earlier = Stiefel.from_dict(saved)
-    current, earlier = current.on(parameter.ndim), earlier.on(parameter.ndim)
     if current.learn_scale:  # its start is in the state; from a run without it, it begins
-        return replace(current, scale=1.0) == replace(earlier, scale=1.0, learn_scale=True)
-    if replace(current, scale=1.0) != replace(earlier, scale=1.0):
-        return False
-    rounding = scale_rounding(parameter.dtype, max(current.heights(parameter.shape)))
-    return math.isclose(current.scale, earlier.scale, rel_tol=rounding)
-
-
-def complete_options(saved_groups: list[Group], groups: list[Group], names: Iterable[str]) -> None:
-    """Give saved groups the options that they lack, as they are now."""
-    for group, saved in zip(groups, saved_groups, strict=False):
-        saved["stiefel"] = group["stiefel"]
-        saved["cuda_graph"] = group["cuda_graph"]  # of this machine, not of a training
-        for name in names:
-            saved.setdefault(name, group[name])
+        earlier = replace(earlier, scale=current.scale, learn_scale=True)
+    return is_alike(earlier, current, parameter)
 
 
 def _saved_readings(saved: Group) -> list[Any]:
@@ -346,13 +305,10 @@ def _saved_readings(saved: Group) -> list[Any]:
     what else is listed; a reading whose parameter is not known any more is not compared.
     """
     readings: Any = saved.pop("readings", [])
-    if not isinstance(readings, list | tuple):
-        given = type(readings).__name__
-        raise TypeError(fail("readings of the state_dict", "be a list", given, _AS_SAVED))
+    called = "readings of the state_dict"
+    check_type(called, readings, (list, tuple), "be a list", _AS_SAVED)
     for each in readings:
-        if not isinstance(each, Mapping | None):
-            wanted, given = "be dicts or None", type(each).__name__
-            raise TypeError(fail("readings of the state_dict", wanted, given, _AS_SAVED))
+        check_type(called, each, (Mapping, type(None)), "be dicts or None", _AS_SAVED)
     if all(isinstance(number, int) for number in saved["params"]):
         return list(readings)
     named = dict(zip(saved.pop("param_names", ()), readings, strict=False))
@@ -374,10 +330,7 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
                 if _counts_steps(name):
                     count = torch.as_tensor(value).detach().clone().reshape(())
                     count = count.to(parameter.device)  # saved on a CPU, perhaps
-                    if name == "step" or not (
-                        isinstance(value, Tensor) and count.is_floating_point()
-                    ):
-                        count = count.float()
-                    state[parameter][name] = count
+                    is_narrow = name == "step" or not count.is_floating_point()
+                    state[parameter][name] = count.float() if is_narrow else count
                 elif isinstance(value, Tensor) and parameter.dtype in HALF:
                     state[parameter][name] = value.to(parameter.device, torch.float32)

@@ -31,7 +31,7 @@ from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.tags.foreign import known_modules
-from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
+from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by, said_by
 from stiefel_opt.tags.points import check_phase
 from stiefel_opt.tags.watch import records_of
 
@@ -49,17 +49,6 @@ LEARNERS: Final = (
 def reading(parameter: Tensor, group: Group) -> Stiefel | None:
     """Return how a group reads a parameter: the group's key if it has one, else the tag."""
     return reading_by(group["stiefel"], parameter)
-
-
-def as_plain_data(stiefel: Any) -> Any:
-    """Return the option ``stiefel`` as None, a bool, or a dict of numbers and lists."""
-    if stiefel is None or isinstance(stiefel, bool):
-        return stiefel
-    if isinstance(stiefel, Stiefel):
-        return stiefel.as_dict()
-    if isinstance(stiefel, Mapping):
-        return Stiefel.from_dict(stiefel).as_dict()
-    raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(stiefel)))
 
 
 def listed(params: Any) -> Any:
@@ -83,7 +72,8 @@ def check_params(params: Any) -> None:
 def completed(param_group: Group, defaults: Group) -> Group:
     """Return a new group with all options, as plain data for checkpoints; raise for its ``lr``."""
     group = {**defaults, **param_group}
-    group["stiefel"] = as_plain_data(group["stiefel"])
+    said = said_by(group["stiefel"])
+    group["stiefel"] = said.as_dict() if isinstance(said, Stiefel) else said
     group["params"] = listed(group["params"])
     for name, value in group.items():
         if isinstance(value, numbers.Real) and type(value).__module__ != "builtins":  # numpy's
@@ -92,16 +82,14 @@ def completed(param_group: Group, defaults: Group) -> Group:
     return group
 
 
-def described(
-    name: str, groups: list[Group], resolve: Callable[[Group], Group], last: str = ""
-) -> str:
+def described(optimizer: Any, last: str = "") -> str:
     """Return an optimizer in words: its options, as torch prints them, and what is constrained.
 
     ``last``: how the last step was taken.
     """
-    lines = [f"{name} ("]
+    lines, groups = [f"{type(optimizer).__name__} ("], optimizer.param_groups
     for number, group in enumerate(groups):
-        shown = resolved(resolve(group), stiefel="by tags")
+        shown = resolved(optimizer.resolved(group), stiefel="by tags")
         if isinstance(shown["stiefel"], Mapping):
             shown["stiefel"] = Stiefel.from_dict(shown["stiefel"])
         options = [f"    {key}: {shown[key]}" for key in sorted(shown) if key != "params"]
@@ -159,7 +147,8 @@ def check_common_options(group: Group, optimizer: Any) -> None:
     """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
     check_cuda_graph(group, type(optimizer).__name__, is_capturable=optimizer.capturable)
-    check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)
+    for name in ("weight_decay", "scale_pull"):
+        check_range(name, group.get(name, 0.0), 0.0)
     check_flag("maximize", group.get("maximize", False))
     if group.get("differentiable", False) is not False:
         remedy = "differentiate through a parametrization, stiefel_opt.orthogonal, instead"
@@ -204,21 +193,22 @@ def _is_number(lr: Any) -> bool:
     return isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
 
 
+# A learning rate is limited so that its square fits float32; rotations saturate long before.
+LARGEST_LR: Final = 2.0**50
+
+
 def usable_lr(lr: Any) -> float | Tensor:
     """Return a learning rate as a number where it can be read, and not too large a one.
 
-    Raise unless it is one finite number, or a tensor that cannot be read.
+    Raise unless it is one finite number, which a schedule may bring below 0, or a tensor that
+    cannot be read.
     """
+    if not _is_number(lr):
+        check_lr(lr)  # raises, and says what it must be
     value: Any = readable(lr) if isinstance(lr, Tensor) else lr
-    if value is None and isinstance(lr, Tensor):
-        return lr
-    try:
-        is_finite = math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):  # no number, or several
-        is_finite = False
-    if not is_finite:
-        if not _is_number(lr):
-            check_lr(lr)  # raises, and says what it must be
+    if value is None:
+        return lr  # type: ignore[no-any-return]
+    if not math.isfinite(value):
         raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
     return min(float(value), LARGEST_LR)
 
@@ -252,9 +242,6 @@ def check_radius(group: Group) -> None:
 
 
 # Words for what a group can say by ``stiefel`` only, as ``stiefel=so.Stiefel(heads=4)``.
-# The learning rate is limited so that its square fits float32; rotations saturate long before.
-LARGEST_LR: Final = 2.0**50
-
 _READINGS = (
     *("heads", "blocks", "manifold", "orthogonal", "constrained", "scale"),
     *("rowdims", "columndims", "learnscale", "determinant"),
@@ -331,8 +318,9 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def check_new_group(group: Group, groups: list[Group], optimizer: Any = None) -> None:
+def check_new_group(group: Group, optimizer: Any) -> None:
     """Raise for parameters that torch would accept but that cannot be constrained."""
+    groups = optimizer.param_groups
     seen = {id(parameter) for other in groups for parameter in other["params"]}
     for index, item in enumerate(group["params"]):
         name, parameter = item if isinstance(item, tuple) else (None, item)
@@ -351,8 +339,7 @@ def check_new_group(group: Group, groups: list[Group], optimizer: Any = None) ->
             if has_values(own) and not bool(torch.isfinite(own).all()):
                 remedy = "initialise it before optimizing"
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
-    if optimizer is not None:
-        check_learned_scale(group, optimizer)
+    check_learned_scale(group, optimizer)
 
 
 def check_learned_scale(group: Group, optimizer: Any) -> None:
@@ -401,43 +388,36 @@ def check_shapes(
     parameters: list[Tensor], readings: Sequence[Stiefel | None], groups: list[Group]
 ) -> None:
     """Raise for a parameter that cannot be read so: the key of a group may change in training."""
-    for parameter, manifold in zip(parameters, readings, strict=True):
-        if manifold is None:
-            continue
-        try:
-            manifold.check(parameter.shape, "")
-        except ValueError:  # its name takes time
-            manifold.check(parameter.shape, name_of(parameter, groups))
-        if manifold.determinant is not None and parameter.is_complex():
-            check_phase(manifold.determinant, parameter, name_of(parameter, groups))
+    names = names_of(parameters, groups)
+    for name, parameter, manifold in zip(names, parameters, readings, strict=True):
+        if manifold is not None:
+            manifold.check(parameter.shape, name)
+            check_phase(manifold.determinant, parameter, name)
 
 
 def check_sharing(
-    shards: Shards,
-    parameter: Tensor,
-    optimizer: Any,
-    declared: Sequence[State],
-    called: Callable[[], str],
+    shards: Shards, parameter: Tensor, optimizer: Any, declared: Sequence[State]
 ) -> None:
     """Raise for rows on several processes, with rules that do not say they work so."""
     rule, given = optimizer.rule, f"placements {shards.stored}"
     across = [state.name for state in declared if state.shape == "nn"]
+    plain = shards.manifold.plain_parts(torch.empty(parameter.shape, device="meta"))
+    is_cut = not all(placement.is_replicate() for placement in shards.working)
     if shards.row_sum is not None and across:
         wanted = f"not have its rows on several processes for {rule}, whose state {across} is n x n"
         remedy = "shard its batch or head dimension, or replicate it"
-        raise ValueError(fail(called(), wanted, given, remedy))
-    if shards.row_sum is not None and not optimizer.sums_over_rows:
+    elif shards.row_sum is not None and not optimizer.sums_over_rows:
         wanted = f"not have its rows on several processes for {rule}, which does not sum over them"
         remedy = "shard its batch or head dimension, or replicate it; a rule that forms every sum "
         remedy += "over rows by `sums` says sums_over_rows = True"
-        raise ValueError(fail(called(), wanted, given, remedy))
-    plain = shards.manifold.plain_parts(torch.empty(parameter.shape, device="meta"))
-    is_cut = not all(placement.is_replicate() for placement in shards.working)
-    if plain and is_cut and not optimizer.plain_is_elementwise:
+    elif plain and is_cut and not optimizer.plain_is_elementwise:
         wanted = f"not have its plain rows on several processes for {rule}, which may need all"
         remedy = "replicate it, or make its plain rows a parameter of their own; an update_plain "
         remedy += "that moves each entry by itself says plain_is_elementwise = True"
-        raise ValueError(fail(called(), wanted, given, remedy))
+    else:
+        return
+    called = name_of(parameter, optimizer.param_groups)
+    raise ValueError(fail(called, wanted, given, remedy))
 
 
 def check_family(kind: type, family: type) -> None:

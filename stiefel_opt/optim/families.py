@@ -54,7 +54,6 @@ class SGDLike(StiefelOptimizer):
     def check_options(self, group: Group) -> None:
         super().check_options(group)
         check_range("momentum", group["momentum"], 0.0)
-        check_range("scale_pull", group["scale_pull"], 0.0)
         check_range("dampening", group["dampening"], float("-inf"))
         check_flag("nesterov", group["nesterov"])
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
@@ -98,7 +97,7 @@ def _scaled(
     step: Scalar,
     **options: Any,
 ) -> Any:
-    """Multiply the gradient of the ``first`` step and of those ``later``."""
+    """Multiply the gradient by ``first`` in the first step, and by ``later`` from then on."""
     if isinstance(step, Tensor):
         G = G * torch.where(step == 1, X.new_tensor(first), X.new_tensor(later))
     else:
@@ -134,7 +133,6 @@ class AdamLike(StiefelOptimizer):
         for index, beta in enumerate(betas):
             check_range(f"betas[{index}]", beta, 0.0, 1.0)
         check_range("eps", group["eps"], 0.0)
-        check_range("scale_pull", group["scale_pull"], 0.0)
         for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
             check_flag(name, group[name])
         if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:

@@ -124,11 +124,11 @@ class State:
         if self.symmetry not in ("skew", "symmetric"):
             return tensor
         part = linalg.skew(tensor) if self.symmetry == "skew" else linalg.sym(tensor)
-        size, difference = (
-            torch.linalg.vector_norm(each, dim=(-2, -1), keepdim=True)
-            for each in (tensor, tensor - part)
-        )
+        size, difference = map(linalg.frobenius_norm, (tensor, tensor - part))
         return torch.where(difference <= 1e2 * torch.finfo(tensor.dtype).eps * size, tensor, part)
+
+
+LIKE_POINT: Final = State("point")  # how a master is declared, and a moment of torch
 
 
 def declared_once(declared: Sequence[State]) -> dict[str, State]:
@@ -183,20 +183,24 @@ def complete_state(
     if parameter.dtype in HALF and MASTER not in state:
         state[MASTER] = parameter.detach().to(torch.float32)
     for key, (declaration, shape) in expected.items():
-        dtype = (
-            working_dtype(parameter.dtype)
-            if declaration is None
-            else declaration.dtype_for(parameter.dtype)
-        )
-        if key not in state and declaration is not None:
-            state[key] = _started(declaration, shape, dtype, parameter, shards)
+        dtype = declaration.dtype_for(parameter.dtype)
+        layout = None  # of m x m, which every process has whole
+        if shards is not None:
+            layout = shards.working if declaration.is_tall else shards.small
+        if key not in state:
+            if shards is None or layout is None:
+                state[key] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            else:
+                state[key] = shards.zeros(shape, dtype, layout)
+            if declaration.start != 0:
+                declaration.fill_(local_part(state[key]))
         elif state[key].shape != shape:
             remedy = "load the state of a parameter of the same shape and reading"
             wanted, given = f"have shape {tuple(shape)}", f"shape {tuple(state[key].shape)}"
             raise ValueError(fail(f"{key} of {called()}", wanted, given, remedy))
         if state[key].dtype != dtype:  # the model is in another precision now
             state[key] = state[key].to(dtype)
-        if shards is not None and (layout := _placements(declaration, shards)) is not None:
+        if shards is not None and layout is not None:
             state[key] = shards.placed(state[key], layout)
     for key in sorted(state.keys() - expected.keys()):
         if is_declared(key, names) and not key.startswith(ROWS):
@@ -206,12 +210,9 @@ def complete_state(
 
 def expected_state(
     declared: Sequence[State], parameter: Tensor, manifold: Stiefel
-) -> dict[str, tuple[State | None, torch.Size]]:
-    """Return all state of a constrained parameter but ``step``: declaration and shape, by key.
-
-    The master of a half-precision parameter has no declaration.
-    """
-    expected: dict[str, tuple[State | None, torch.Size]] = {}
+) -> dict[str, tuple[State, torch.Size]]:
+    """Return all state of a constrained parameter but ``step``: declaration and shape, by key."""
+    expected: dict[str, tuple[State, torch.Size]] = {}
     model = torch.empty(parameter.shape, device="meta")
     for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
@@ -222,30 +223,8 @@ def expected_state(
                 )
                 expected[key_of(declaration.name, index)] = declaration, shape
     if parameter.dtype in HALF:
-        expected[MASTER] = None, parameter.shape
+        expected[MASTER] = LIKE_POINT, parameter.shape
     return expected
-
-
-def _started(
-    declaration: State,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    parameter: Tensor,
-    shards: Shards | None,
-) -> Tensor:
-    """Return the first value of a state."""
-    if shards is None or (layout := _placements(declaration, shards)) is None:
-        tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
-    else:
-        tensor = shards.zeros(shape, dtype, layout)
-    if declaration.start != 0:
-        declaration.fill_(local_part(tensor))
-    return tensor
-
-
-def _placements(declaration: State | None, shards: Shards) -> Any:
-    """Return the placements of a state; None for m x m, which every process has whole."""
-    return shards.working if declaration is None or declaration.is_tall else shards.small
 
 
 # ---- masters -----------------------------------------------------------------------------------
@@ -258,7 +237,7 @@ def point_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def follow_(master: Tensor, value: Tensor) -> None:
-    """Let masters take the values that somebody else wrote into their parameters.
+    """Let masters take the values that were written into their parameters.
 
     Keep the master where the parameter still equals its rounding.
     """

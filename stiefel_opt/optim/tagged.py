@@ -59,7 +59,7 @@ class TaggedOptimizer(Optimizer):
         checks.check_option_names(param_group, self.defaults, type(self).__name__)
         group = checks.completed(param_group, self.defaults)
         self.check_options(group)
-        checks.check_new_group(group, self.param_groups, self)
+        checks.check_new_group(group, self)
         return group
 
     def readings_of(self, group: Group) -> list[Stiefel | None]:
@@ -102,4 +102,4 @@ class TaggedOptimizer(Optimizer):
 
     @override
     def __repr__(self) -> str:
-        return checks.described(type(self).__name__, self.param_groups, self.resolved)
+        return checks.described(self)

@@ -11,7 +11,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
-from stiefel_opt.numerics.device import address_for, is_cpu
+from stiefel_opt.numerics.device import is_cpu
 
 Group = dict[str, Any]
 PlainRule = Callable[..., None]
@@ -191,6 +191,4 @@ def _dense(tensor: Any) -> Any:
 
 def _put_back(tensor: Tensor, copy: Tensor) -> None:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    address = address_for([real])
-    if address(real) != address(copy):
-        real.copy_(copy)
+    real.copy_(copy)

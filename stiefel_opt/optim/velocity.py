@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import check_type, fail
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.numerics.distributed import gathered, is_sharded
 from stiefel_opt.numerics.linalg import skew as skew_part
 from stiefel_opt.optim.blocks import ConstrainedParameter
-from stiefel_opt.optim.checks import reading
-from stiefel_opt.optim.state import State, StateDict, complete_state, key_of, point_of
-from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.optim.checks import name_of, reading
+from stiefel_opt.optim.state import State, complete_state, key_of, point_of
 from stiefel_opt.tags.manifold import Stiefel
-
-
-class Form(NamedTuple):
-    """How a rule keeps its momentum X Z + U."""
-
-    names: tuple[str, ...]  # of its state
-    declared: Mapping[str, State]  # declarations by name, whatever the options
-    read: Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]  # Z and U at X
-    write: Callable[[Tensor, Tensor, Tensor], Tensors]  # state of Z and U at X
-
-    def check(self, rule: str, declared: tuple[State, ...]) -> None:
-        """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
-        names = [declaration.name for declaration in declared if declaration.is_matrix]
-        if names and not set(names) & set(self.names):
-            condition = "keep its momentum as Z and U"
-            raise ValueError(fail(rule, condition, ", ".join(names), "read optimizer.state"))
 
 
 class Range(NamedTuple):
@@ -45,10 +28,10 @@ class Range(NamedTuple):
     state: Tensors  # by name; tall state is read as X is
 
     def written(
-        self, form: Form, declared: tuple[State, ...], Z: Tensor, U: Tensor
+        self, optimizer: Any, declared: tuple[State, ...], Z: Tensor, U: Tensor
     ) -> dict[str, Tensor]:
         """Return the ``declared`` state that keeps Z and U, as ``optimizer.state`` has it."""
-        written, state = form.write(self.point, Z, U), {}
+        written, state = optimizer.state_of_velocity(self.point, Z, U), {}
         for declaration in declared:
             if declaration.name in written and declaration.exists_for(*self.point.shape[-2:]):
                 value = written[declaration.name]
@@ -58,13 +41,12 @@ class Range(NamedTuple):
 
 
 @torch.no_grad()
-def velocity_of(
-    parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form
-) -> tuple[Any, Any]:
+def velocity_of(optimizer: Any, parameter: Tensor) -> tuple[Any, Any]:
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
+    manifold, _ = _reading_and_state(optimizer, parameter)
     skews, normals = [], []
-    for own in _ranges(parameter, manifold, state, form):
-        Z, U = form.read(own.point, own.state)
+    for own in _ranges(optimizer, parameter, manifold):
+        Z, U = optimizer.velocity_in(own.point, own.state)
         none = torch.zeros_like(own.point)
         skews.append(none[..., : none.size(-1), :].clone() if Z is None else Z.clone())
         normals.append(none if U is None else U.clone())
@@ -72,30 +54,21 @@ def velocity_of(
 
 
 @torch.no_grad()
-def set_velocity_(
-    parameter: Tensor,
-    manifold: Stiefel,
-    called: Callable[[], str],
-    states: Mapping[Tensor, StateDict],
-    declared: tuple[State, ...],
-    form: Form,
-    skew: Any,
-    normal: Any,
-) -> None:
+def set_velocity_(optimizer: Any, parameter: Tensor, skew: Any, normal: Any) -> None:
     """Set (Z, U), after all of it is checked; see ``StiefelOptimizer.set_velocity``."""
+    manifold, declared = _reading_and_state(optimizer, parameter)
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
-    declared = tuple(
-        declaration for declaration in declared if manifold.learn_scale or not declaration.of_scale
-    )
-    if not declared:
+    if not any(declaration.is_matrix for declaration in declared):
         wanted, remedy = "keep a momentum to set a velocity", "set its momentum"
         raise ValueError(fail("optimizer", wanted, "a rule without state", remedy))
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))
-    state = complete_state(states[parameter], declared, parameter, manifold, called, form.declared)
-    ranges = _ranges(parameter, manifold, state, form)
+    state, known = optimizer.state[parameter], optimizer._declared
+    called = partial(name_of, parameter, optimizer.param_groups)
+    complete_state(state, declared, parameter, manifold, called, known)
+    ranges = _ranges(optimizer, parameter, manifold)
     if len(values) != len(ranges):
         wanted = f"be tuples of {len(ranges)} tensors each"
         raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
@@ -108,42 +81,52 @@ def set_velocity_(
         X = own.point
         U = torch.zeros_like(X) if X.size(-2) == X.size(-1) else new_normal
         U = U - X @ (X.mH @ U)
-        for key, value in own.written(form, declared, skew_part(new_skew), U).items():
+        for key, value in own.written(optimizer, declared, skew_part(new_skew), U).items():
             state[key].copy_(value)
 
 
 @torch.no_grad()
-def keep_velocity(weight: ConstrainedParameter, declared: tuple[State, ...], form: Form) -> None:
+def keep_velocity(
+    optimizer: Any, weight: ConstrainedParameter, declared: tuple[State, ...]
+) -> None:
     """Turn momentum that other options have left into that of these options."""
     state, wanted = weight.state, {declaration.name for declaration in declared}
-    if not wanted:
+    found = {key.partition(".")[0] for key in state}.intersection(optimizer.velocity_names)
+    if not wanted or found <= wanted:
         return
-    if {key.partition(".")[0] for key in state}.intersection(form.names) <= wanted:
-        return
-    for own in _ranges(weight.parameter, weight.manifold, state, form):
-        Z, U = form.read(own.point, own.state)
+    for own in _ranges(optimizer, weight.parameter, weight.manifold):
+        Z, U = optimizer.velocity_in(own.point, own.state)
         if Z is not None and U is not None:
-            for key, value in own.written(form, declared, Z, U).items():
+            for key, value in own.written(optimizer, declared, Z, U).items():
                 state[key] = value.contiguous()
 
 
-def group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
-    """Return the group of a constrained parameter, and its reading."""
-    for group in groups:
+def _reading_and_state(optimizer: Any, parameter: Tensor) -> tuple[Stiefel, tuple[State, ...]]:
+    """Return the reading of a constrained parameter, and the state that its rule declares.
+
+    Raise if that has matrices, and none of them is a momentum with parts Z and U.
+    """
+    for group in optimizer.param_groups:
         manifold = reading(parameter, group)
         if manifold is not None and any(parameter is other for other in group["params"]):
-            return group, manifold
+            declared: tuple[State, ...] = optimizer.declared_for(group)
+            names = [declaration.name for declaration in declared if declaration.is_matrix]
+            if names and not set(names) & set(optimizer.velocity_names):
+                condition, remedy = "keep its momentum as Z and U", "read optimizer.state"
+                raise ValueError(fail(optimizer.rule, condition, ", ".join(names), remedy))
+            return manifold, declared
     raise ValueError(fail("parameter", "be constrained in this optimizer", "one that is not"))
 
 
-def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) -> list[Range]:
+def _ranges(optimizer: Any, parameter: Tensor, manifold: Stiefel) -> list[Range]:
     """Return the constrained ranges of a parameter with their state, in whatever form it is."""
+    state = optimizer.state.get(parameter, {})
     values = {key: gathered(t) for key, t in state.items() if isinstance(t, Tensor)}
     value, ranges = point_of(gathered(parameter.detach()), values), []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
         for key, tensor in values.items():
-            declaration = form.declared.get(key.partition(".")[0])
+            declaration = optimizer._declared.get(key.partition(".")[0])
             if declaration is not None and key == key_of(declaration.name, index):
                 read[declaration.name] = own.matrices(tensor) if declaration.is_tall else tensor
         matrices = own.matrices(part)
@@ -153,8 +136,7 @@ def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) 
 
 
 def _check(name: str, value: Any, shape: torch.Size) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(fail(name, f"be a tensor of shape {tuple(shape)}", type(value).__name__))
+    check_type(name, value, Tensor, f"be a tensor of shape {tuple(shape)}")
     if value.shape != shape:
         raise ValueError(fail(name, f"have shape {tuple(shape)}", f"shape {tuple(value.shape)}"))
     if not bool(value.isfinite().all()):

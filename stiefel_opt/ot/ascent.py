@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stiefel_opt.errors import check_optimizer, fail
+from stiefel_opt.errors import check_type, fail
 from stiefel_opt.numerics import gram_error, polar_factor, tangent_part
 from stiefel_opt.optim import StiefelSGD
 from stiefel_opt.ot.clouds import Clouds
@@ -172,7 +172,9 @@ class _GivenSteps:
     def __init__(self, ascent: Ascent, factory: OptimizerFactory) -> None:
         self.ascent = ascent
         remedy = "for instance `lambda params: StiefelAdam(params, lr=0.1)`"
-        self.optimizer = check_optimizer(factory([ascent.point]), remedy)
+        self.optimizer = factory([ascent.point])
+        wanted = "return a torch.optim.Optimizer"
+        check_type("optimizer", self.optimizer, Optimizer, wanted, remedy)
 
     def step(self) -> bool:
         self.optimizer.step()

@@ -70,9 +70,8 @@ def _check_rank(roots: Tensor, free: Tensor) -> None:
 class _InverseRoot(torch.autograd.Function):
     r"""R = C^{-1/2} of positive definite C by eigenvalues, gradient without their differences.
 
-    In the eigenbasis :math:`dR_{ij} = -dC_{ij} / (s_i s_j (s_i + s_j))`, s = sqrt(lambda); autograd
-    through eigh would divide by lambda_i - lambda_j. The same without a basis, for a graph of the
-    backward: :math:`R \, dR + dR \, R = -R^2 \, dC \, R^2`.
+    It solves :math:`R \, dR + dR \, R = -R^2 \, dC \, R^2`; autograd through eigh would divide by
+    differences of eigenvalues.
     """
 
     generate_vmap_rule = True
@@ -99,14 +98,8 @@ class _InverseRoot(torch.autograd.Function):
         if grad is None:
             return None
         with no_autocast(root):
-            result: Tensor
-            if torch.is_grad_enabled():
-                inner = solve_lyapunov(root, grad, (1 / roots, basis))
-                result = -(root @ (root @ inner @ root) @ root)
-            else:
-                row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
-                inner = (basis.mH @ grad @ basis) / (row * column * (row + column))
-                result = -(basis @ inner @ basis.mH)
+            inner = solve_lyapunov(root, grad, (1 / roots, basis))
+            result: Tensor = -(root @ (root @ inner @ root) @ root)
             return (result + result.mH) / 2
 
 

@@ -248,18 +248,19 @@ class MatrixExp(_Based):
 class Trivialization(_Based):
     r"""Exponential about a base point that follows: :math:`\exp(P X_0' - X_0 P') X_0` (DTRIV).
 
-    Free: P, of the shape of the matrices, initially zero. Every matrix is reached. In training,
-    once P has changed ``every`` times between forwards that record a graph, X0 moves to the point
-    and P to zero; one Newton-Schulz step keeps X0 orthonormal.
+    Free: P, of the shape of the matrices, initially zero. Every matrix is reached. In training, the
+    first forward after ``every`` steps of an optimizer that holds P moves X0 to the point and P to
+    zero; one Newton-Schulz step keeps X0 orthonormal.
 
     Args:
-        every: Changes of P between moves; None: never, X0 stays the initial value. Default: 100.
+        every: Steps between moves; None: never, X0 stays the initial value. Default: 100.
         manifold, generator: as in :class:`Parametrization`.
     Raises:
         ValueError: for ``every`` below 1.
-    Note: as :class:`MatrixExp`. X0 and the count of changes are in the state_dict, so that training
-        resumes exactly. A compiled forward does not move X0: call :meth:`rebase` in the loop. Take
-        ``every=None`` where P is kept outside this module: averages, L-BFGS, SAM, lookahead.
+    Note: as :class:`MatrixExp`. X0 and the count of steps are in the state_dict, so that training
+        resumes exactly. A compiled forward does not move X0, nor is a change of P counted that is
+        no step of an optimizer: call :meth:`rebase` in the loop. Take ``every=None`` where P is
+        kept outside this module: averages, L-BFGS, SAM, lookahead.
     Reference: Lezcano-Casado, Trivializations for gradient-based optimization on manifolds
         (NeurIPS 2019).
     """
@@ -274,20 +275,18 @@ class Trivialization(_Based):
         super().__init__(manifold=manifold, generator=generator)
         check_count("every", every, or_none=True)
         self.every = every
-        self._changes = 0
-        self._missed = False  # P changed after the last forward, before it was saved or copied
-        self._seen: tuple[Tensor, int] | None = None  # P and its version in the last forward
+        self.steps = 0  # of optimizers, since X0 has moved
 
     @override
     def point(self, *free: Tensor) -> Tensor:
         (tangent,) = free
         if self.every is not None and self.training and torch.is_grad_enabled():
-            self._count(tangent)
+            self._follow(tangent, self.every)
         return super().point(tangent)
 
     @override
     def free(self, point: Tensor) -> Free:
-        self._changes, self._missed, self._seen = 0, False, None
+        self.steps = 0
         return super().free(point)
 
     @torch.no_grad()
@@ -297,45 +296,28 @@ class Trivialization(_Based):
         tangent.zero_()
 
     @untraced
-    def _count(self, tangent: Tensor) -> None:
-        """Notice that P has changed since the last forward, and move X0 when it is time.
+    def _follow(self, tangent: Tensor, every: int) -> None:
+        """Move X0 when it is time, and have the next steps counted.
 
-        Then no graph of an earlier forward can still be used, so that writing to P is safe.
+        Behind a step no graph of an earlier forward can still be used: writing to P is safe.
         """
-        if self._has_changed() and tangent.is_leaf:
-            self._changes += 1
-            if self.every is not None and self._changes >= self.every:
-                self.rebase(tangent)
-                self._changes = 0
-        self._missed = False
-        self._seen = tangent.detach(), tangent._version  # detached, it shares the version
+        if self.steps >= every and tangent.is_leaf:
+            self.rebase(tangent)
+            self.steps = 0
         if isinstance(tangent, nn.Parameter):
             _watch_optimizers()
             _watchers[id(tangent)] = self
 
-    def _has_changed(self) -> bool:
-        return self._missed or (self._seen is not None and self._seen[0]._version != self._seen[1])
-
-    def note_step(self) -> None:
-        """Count what an optimizer has just done to P as a change, whatever its version says."""
-        self._missed |= self._seen is not None
-
     @override
     def get_extra_state(self) -> Tensor:
-        return torch.tensor([self._changes, self._has_changed()], device="cpu")
+        return torch.tensor(self.steps, device="cpu")
 
     @override
     def set_extra_state(self, state: Tensor) -> None:
-        self._changes, self._missed = int(state[0]), bool(state[1])
-        self._seen = None
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, which does not watch the P of the original."""
-        return self.__dict__ | {"_missed": self._has_changed(), "_seen": None}
+        self.steps = int(state)
 
 
-# By the identity of P: the maps that notice its changes.
+# By the identity of P: the maps that count its steps.
 _watchers: WeakValueDictionary[int, Trivialization] = WeakValueDictionary()
 
 
@@ -347,13 +329,13 @@ def _watch_optimizers() -> None:
 
 @untraced
 def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    """Hook behind every step of every optimizer: fused ones raise no version of what they move."""
+    """Hook behind every step of every optimizer: count it where it has moved P."""
     if _watchers:
         params = (parameter for group in optimizer.param_groups for parameter in group["params"])
         moved = {id(parameter) for parameter in params if parameter.grad is not None}
         for key, watcher in list(_watchers.items()):
             if key in moved:
-                watcher.note_step()
+                watcher.steps += 1
 
 
 class ScaledCayley(Parametrization):

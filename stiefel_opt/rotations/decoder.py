@@ -157,7 +157,8 @@ def read_decoder(
     given: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if "PeftModel" in classes_of(given, "peft"):
         given = given.get_base_model()
-    module = check_module("model", given)
+    check_module("model", given)
+    module: nn.Module = given
     kept = state_of(module).get("description")
     known = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
     names = description or (from_dict(kept) if kept else known)

@@ -26,8 +26,8 @@ from stiefel_opt.errors import (
     check_choice,
     check_counts,
     check_flags,
-    check_optimizer,
     check_range,
+    check_type,
     fail,
 )
 from stiefel_opt.numerics import gram_error, local_part
@@ -162,7 +162,9 @@ def _made(factory: OptimizerFactory | None, rotations: list[nn.Parameter], lr: f
     """Default: StiefelAdam as printed; of lr for entries an n x n matrix turns by sqrt(n) lr."""
     if factory is not None:
         remedy = "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`"
-        return check_optimizer(factory(rotations), remedy)
+        optimizer = factory(rotations)
+        check_type("optimizer", optimizer, Optimizer, "return a torch.optim.Optimizer", remedy)
+        return optimizer
     groups = [
         {"params": [r for r in rotations if len(r) == size], "lr": lr / math.sqrt(size)}
         for size in sorted({len(rotation) for rotation in rotations})

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import check_choice, counted, fail
+from stiefel_opt.errors import check_choice, check_type, counted, fail
 from stiefel_opt.numerics import geodesics
 from stiefel_opt.numerics.device import exact_products, values_of, widened
 from stiefel_opt.numerics.geometry import (
@@ -252,8 +252,7 @@ def _beta(metric: str) -> float:
 def _read(point: Tensor, other: Tensor, manifold: Stiefel | None) -> tuple[Tensor, Tensor, Stiefel]:
     """Return both of one shape, and how they are read."""
     for name, tensor in (("point", point), ("other", other)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(fail(name, "be a tensor", type(tensor).__name__))
+        check_type(name, tensor, Tensor, "be a tensor")
     if other.dtype != point.dtype:
         raise TypeError(fail("other", f"be of {point.dtype}, as the point", other.dtype))
     reading = reading_of(point, manifold, "point")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import has_values
 from stiefel_opt.tags.manifold import Stiefel
 
 
@@ -119,13 +118,9 @@ def stacks_of(tensors: Sequence[Tensor], readings: Sequence[Stiefel | None]) -> 
 
 def as_batch(matrices: Tensor) -> Tensor:
     """Return ``(..., n, m)`` as ``(k, n, m)``: a view where strides allow."""
-    if matrices.ndim == 2:
-        return matrices.unsqueeze(0)
-    return matrices if matrices.ndim == 3 else matrices.flatten(0, -3)
+    return matrices.unsqueeze(0).flatten(0, -3)
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Say whether one tensor is a view on the memory of the other."""
-    if not has_values(tensor):
-        return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)

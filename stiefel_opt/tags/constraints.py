@@ -101,8 +101,9 @@ def constrain(
             a matrix, sqrt(out / in) of a linear layer: then outputs of a tall one are as large as
             inputs, by their root mean squares.
         learn_scale: The weight is g Q: Q is orthonormal and the number g, one for each matrix, is
-            trained, from ``scale`` on, to which the optimizer pulls it back. Loading values does
-            not move that start. See :mod:`stiefel_opt.functional.learned_scale`. Default: no.
+            trained, from ``scale`` on, to which the optimizer pulls it back. With "keep" a matrix
+            that is g Q already keeps its own g. Loading values does not move that start. See
+            :mod:`stiefel_opt.functional.learned_scale`. Default: no.
         determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
             A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
             as it comes: the nearest point, of either sign.
@@ -128,10 +129,7 @@ def constrain(
         now and then a forward pass, without gradients or of weights that no optimizer steps, where
         these were averaged or merged off the manifold.
     """
-    if not isinstance(module, nn.Module):
-        given = type(module).__name__
-        remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
-        raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
+    check_module("module", module, "call so.constrain(layer, 'weight')")
     check_flag("project", project)
     names_dims = not (row_dims is None and column_dims is None)
     is_said = names_dims or transposed or not (heads is None and rows is None)
@@ -152,7 +150,7 @@ def constrain(
     if flatten is None:
         warn_of_batches(module, asked)
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
-    apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
+    apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 
 
@@ -230,7 +228,10 @@ def check_value(
 def apply_readings(
     module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True, keeps: bool = False
 ) -> dict[str, float | None]:
-    """Project, record and tag parameters by name, all checked; return how far each has moved."""
+    """Project, record and tag parameters by name, all checked; return how far each has moved.
+
+    With ``keeps`` a scale is that of the value: of one that is loaded, or learned of each matrix.
+    """
     asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
     zero: list[str] = []
@@ -240,14 +241,14 @@ def apply_readings(
         moved[name] = None
         if project and has_values(parameter):
             tells = bool(parameter.any())
-            point, share = points.nearest(name, parameter, reading, tells=tells)
+            point, share = points.nearest(name, parameter, reading, tells=tells, keeps=keeps)
             if share == math.inf:
                 zero.append(name)
             else:
                 moved[name] = share
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
-        record(owner, leaf, reading, keeps=keeps)
+        record(owner, leaf, reading, keeps=keeps and not reading.learn_scale)
         owner.__dict__.setdefault(MOVED, {})[leaf] = moved[name]
         tag(parameter, reading)
         vars(parameter).pop("is_unconstrained", None)
@@ -291,7 +292,7 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
 
 
 def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, is_said: bool) -> bool:
-    """Say whether a weight is that of a convolution; raise where it must be of one's own module."""
+    """Say whether a weight is a kernel of torch; raise if it seems to be another module's."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
     if not is_said and shape[-2:] == (1, 1) and shape.numel() > 1:
@@ -330,24 +331,19 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
         parametrize.remove_parametrizations(parent, leaf)
         return module
     owner, leaf, parameter = find_parameter(module, name)
-    holders = _holders([owner, module, *known_modules()], parameter)
+    roots: list[nn.Module] = [owner, module, *known_modules()]
+    holders = _holders(roots, parameter)
     if not holders and manifold_of(parameter, name) is None:
         raise ValueError(fail(name, "be constrained to be released", "a plain parameter"))
     for other, their_leaf in holders:
         _warn_if_grouped(other, their_leaf, None)
-    _reread(holders, parameter, None)
+    reread(roots, parameter, None)
     return module
 
 
-def reread(module: nn.Module, parameter: nn.Parameter, reading: Stiefel | None) -> None:
-    """Give a parameter of ``module`` another reading, or none: in its records and its tag."""
-    _reread(_holders([module], parameter), parameter, reading)
-
-
-def _reread(
-    holders: list[tuple[nn.Module, str]], parameter: nn.Parameter, reading: Stiefel | None
-) -> None:
-    for owner, leaf in holders:
+def reread(roots: list[nn.Module], parameter: nn.Parameter, reading: Stiefel | None) -> None:
+    """Give a parameter another reading, or none: in the records below ``roots`` and its tag."""
+    for owner, leaf in _holders(roots, parameter):
         if reading is None:
             del records_of(owner)[leaf]
             owner.__dict__.get(MOVED, {}).pop(leaf, None)

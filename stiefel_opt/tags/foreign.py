@@ -86,10 +86,12 @@ def _look_at(optimizer: Optimizer) -> None:
             parameter.is_unconstrained = True  # the tags are to be ignored
     if at_risk:
         others = f" and {len(at_risk) - 1} more" if len(at_risk) > 1 else ""
+        is_learned = any(parameter.manifold.learn_scale for parameter in at_risk)
+        kept = "" if is_learned else "keep this one by so.on_manifold(optimizer); or "
         warnings.warn(
             f"{_name_of(at_risk[0])}{others} would not stay orthonormal: "
             f"{type(optimizer).__name__} knows no constraint. Train with an optimizer of this "
-            "package, such as so.StiefelAdamW; or keep this one by so.on_manifold(optimizer); or "
+            f"package, such as so.StiefelAdamW; or {kept}"
             "parametrize the weight by so.orthogonal; or so.release it. If this one keeps the "
             "constraint by itself, say so by so.trust(optimizer)",
             stacklevel=users_level(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import classes_of, fail
+from stiefel_opt.errors import check_flag, classes_of, fail
 from stiefel_opt.numerics.linalg import frobenius_norm
 
 # The weights of a whole model, to be pasted: neither positions, tokens nor heads.
@@ -98,8 +98,7 @@ class Stiefel:
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "heads", _normal_heads(self.heads, rows))
         for name in ("flatten", "transposed", "learn_scale"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
+            check_flag(name, getattr(self, name))
         for name in ("row_dims", "column_dims"):
             object.__setattr__(self, name, _normal_dims(name, getattr(self, name)))
         if self.flatten and self.transposed:
@@ -264,7 +263,7 @@ class Stiefel:
         return self._folded(matrices, shape, int(stacked))
 
     def points(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tall matrices of each range over their scale: orthonormal ones of a point."""
+        """Return the tall matrices of each range over their scale: orthonormal if it is a point."""
         listed = [self.matrices(part, index) for index, part in enumerate(self.parts(tensor))]
         return [matrices / self.scale_of(matrices) for matrices in listed]
 
@@ -440,20 +439,19 @@ def _as_list(value: Any) -> Any:
 def _normal_ranges(rows: object) -> Ranges | None:
     if rows is None:
         return None
-    if not isinstance(rows, (tuple, list)) or not rows:
-        raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
-    pairs = list(rows) if isinstance(rows[0], (tuple, list)) else [rows]
+    is_several = isinstance(rows, (tuple, list)) and rows and isinstance(rows[0], (tuple, list))
+    pairs: Any = rows if is_several else [rows]
     for pair in pairs:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not all(type(edge) is int for edge in pair):
             raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
         if not 0 <= pair[0] < pair[1]:
             raise ValueError(fail("rows", "satisfy 0 <= start < stop", tuple(pair)))
-    ordered = sorted(pairs)
-    for before, after in itertools.pairwise(ordered):
+    ranges = tuple((start, stop) for start, stop in pairs)
+    for before, after in itertools.pairwise(sorted(ranges)):
         if before[1] > after[0]:
             raise ValueError(fail("rows", "not overlap", (before, after)))
-    return tuple((start, stop) for start, stop in pairs)
+    return ranges
 
 
 def _normal_dims(name: str, dims: Any) -> tuple[int, ...] | None:
@@ -484,17 +482,23 @@ def _normal_heads(heads: Any, rows: Ranges | None) -> int | tuple[int, ...] | No
     return None if values[0] == 1 else values[0]  # one head is none
 
 
-def reading_by(key: Any, parameter: Tensor) -> Stiefel | None:
-    """Return how a parameter is read by the key ``stiefel`` of its group; None: by its tag."""
-    if isinstance(key, Stiefel):
-        return key
+def said_by(key: Any) -> Stiefel | bool | None:
+    """Return what the key ``stiefel`` of a group says: a reading, True, False, or None: by tags."""
     if isinstance(key, Mapping):
         return Stiefel.from_dict(key)
-    if not (key is None or isinstance(key, bool)):
+    if not (key is None or isinstance(key, (bool, Stiefel))):
         raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(key)))
-    if key is False:
+    return key
+
+
+def reading_by(key: Any, parameter: Tensor) -> Stiefel | None:
+    """Return how a parameter is read by the key ``stiefel`` of its group; None if it is plain."""
+    said = said_by(key)
+    if isinstance(said, Stiefel):
+        return said
+    if said is False:
         return None
-    return manifold_of(parameter) or (Stiefel() if key else None)
+    return manifold_of(parameter) or (Stiefel() if said else None)
 
 
 def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:

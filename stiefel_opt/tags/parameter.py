@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import check_writable, fail
+from stiefel_opt.errors import check_type, check_writable
 from stiefel_opt.numerics.device import has_values, untraced
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
@@ -58,8 +58,7 @@ class ManifoldParameter(nn.Parameter):
         *,
         project: bool = True,
     ) -> Self:
-        if not isinstance(data, Tensor):
-            raise TypeError(fail("data", "be a tensor", type(data).__name__))
+        check_type("data", data, Tensor, "be a tensor")
         stated = manifold is not None or manifold_of(data) is not None
         manifold = reading_of(data, manifold, "data")
         if isinstance(data, ManifoldParameter):
@@ -85,10 +84,8 @@ class ManifoldParameter(nn.Parameter):
             return memo[id(self)]  # type: ignore[no-any-return]
         data = self.data.clone(memory_format=torch.preserve_format)
         copied = type(self)(data, self.manifold, self.requires_grad)
-        if hasattr(self, "is_unconstrained"):
-            copied.is_unconstrained = True
-        if self.is_plain_in_group:
-            copied.is_plain_in_group = True
+        for mark in vars(self).keys() & {"is_unconstrained", "is_plain_in_group"}:
+            setattr(copied, mark, True)
         memo[id(self)] = copied
         return copied
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, overload
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import check_choice, check_flag, counted, fail, users_level
+from stiefel_opt.errors import check_choice, check_flag, check_type, counted, fail, users_level
 from stiefel_opt.numerics import geometry
 from stiefel_opt.numerics.device import (
     finest_dtype,
@@ -28,7 +28,7 @@ from stiefel_opt.numerics.geometry import (
     orthonormality_tolerance,
     scale_rounding,
 )
-from stiefel_opt.numerics.linalg import are_finite, sym
+from stiefel_opt.numerics.linalg import are_finite, inner_product, sym
 from stiefel_opt.tags.manifold import Stiefel, check_determinant, manifold_of
 
 # Singular values of products without full rank reach 4 times the rounding of the largest, for up to
@@ -53,11 +53,6 @@ def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return torch.stack([gram_error(points).amax() for points in reading.points(tensor)]).amax()
 
 
-def at_start(reading: Stiefel) -> Stiefel:
-    """Return a reading by which a weight is projected when it is constrained: g is its start."""
-    return replace(reading, learn_scale=False) if reading.learn_scale else reading
-
-
 @torch.no_grad()
 def nearest(
     tensor: Tensor,
@@ -66,11 +61,12 @@ def nearest(
     remedy: str = "initialise it first",
     *,
     tells: bool = False,
+    starts: bool = False,
 ) -> Tensor | None:
     """Return a copy of ``tensor`` with every matrix off the manifold replaced by the nearest point.
 
     None if all are on it up to rounding; those that are keep their bits. A scale that is learned
-    becomes the mean singular value.
+    becomes the mean singular value; with ``starts`` that of the reading.
 
     Raises:
         ValueError: for values that are not finite, naming ``name``.
@@ -93,7 +89,7 @@ def nearest(
                 gaps[off] = gap
                 warn_if_not_unique(name, gaps)
             scale: Any = reading.scale
-            if reading.learn_scale:
+            if reading.learn_scale and not starts:
                 scale = mean_singular_value(matrices[off], factor)
             projected[off] = scale * factor
             reading.parts(result)[index].copy_(reading.stored(projected, part.shape, index))
@@ -102,7 +98,7 @@ def nearest(
 
 def mean_singular_value(matrices: Tensor, factor: Tensor) -> Tensor:
     """Return the mean singular value of matrices with this polar factor; 1 for zero matrices."""
-    sizes = (factor.conj() * matrices).real.sum(dim=(-2, -1), keepdim=True) / matrices.size(-1)
+    sizes = inner_product(factor, matrices) / matrices.size(-1)
     return torch.where(sizes > 0, sizes, 1.0)
 
 
@@ -227,8 +223,7 @@ def orthogonal_(
     Note: One QR decomposition for each matrix, in float32 for half precision.
     Reference: Saxe, McClelland & Ganguli (ICLR 2014); Mezzadri (2007).
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(fail("tensor", "be a tensor", type(tensor).__name__))
+    check_type("tensor", tensor, Tensor, "be a tensor")
     if is_sharded(tensor):
         remedy = "initialise it before it is sharded"
         raise TypeError(fail("tensor", "not be sharded", "a DTensor", remedy))
@@ -307,8 +302,7 @@ def polar(
         in the direction of the others is zero. On an accelerator nothing is read, and nothing said.
     Reference: Higham, Functions of matrices (2008), chapter 8; Kabsch (1976); Umeyama (1991).
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(fail("tensor", "be a tensor", type(tensor).__name__))
+    check_type("tensor", tensor, Tensor, "be a tensor")
     check_flag("return_factor", return_factor)
     check_determinant(determinant)
     reading = reading_of(tensor, manifold, "tensor")
@@ -349,12 +343,12 @@ def check_phase(determinant: int | None, tensor: Tensor, name: str) -> None:
         raise ValueError(fail("determinant", wanted, determinant, remedy))
 
 
-def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
-    """Say of the matrices of each range which do not have the determinant of the reading."""
+def wrong_signs(tensor: Tensor, reading: Stiefel) -> Tensor:
+    """Return a mask of the matrices with the other determinant than the reading, in one row."""
     if reading.determinant is None or tensor.is_complex():  # refused in words elsewhere
-        return []
-    points = reading.points(widened(tensor.detach()))
-    return [orientation(each) * reading.determinant < 0 for each in points]
+        return torch.zeros(0, dtype=torch.bool)
+    signs = [orientation(each).flatten() for each in reading.points(widened(tensor.detach()))]
+    return torch.cat(signs) * reading.determinant < 0
 
 
 def _check_finite(matrices: Tensor, tensor: Tensor, name: str = "tensor") -> None:
@@ -400,22 +394,14 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     """
     reading = _reading(point, manifold, vector)
     project = tangent_part_with_scale if reading.learn_scale else geometry.tangent_part
-
-    def part_of(matrices: Tensor, vectors: Tensor, _: Any) -> Tensor:
-        return project(matrices, vectors)
-
-    return matrix_wise(part_of, reading, point, vector, lambda _, given: given.clone())
+    return matrix_wise(
+        lambda X, D, _: project(X, D), reading, point, vector, lambda _, given: given.clone()
+    )
 
 
 def tangent_part_with_scale(X: Tensor, D: Tensor) -> Tensor:
     """Return the part of D that is tangent to all multiples of orthonormal matrices at one of X."""
-    return geometry.tangent_part(X, D) + X * _along(X, D)
-
-
-def _along(X: Tensor, D: Tensor) -> Tensor:
-    """Return tr(X'D) / m, by which D changes the scale of X."""
-    inner: Tensor = (X.conj() * D).real.sum(dim=(-2, -1), keepdim=True) / X.size(-1)
-    return inner
+    return geometry.tangent_part(X, D) + X * (inner_product(X, D) / X.size(-1))
 
 
 def retract(
@@ -457,7 +443,7 @@ def retract(
 
     def move(matrices: Tensor, tangents: Tensor, scale: Any) -> Tensor:
         if reading.learn_scale:
-            along = _along(matrices, tangents)
+            along = inner_product(matrices, tangents) / matrices.size(-1)
             new_scale, tangents = scale + along, tangents - along * matrices
         else:
             new_scale = scale
@@ -508,8 +494,7 @@ def with_parts(result: Tensor, reading: Stiefel, values: Sequence[Tensor]) -> Te
 def _reading(point: Tensor, manifold: Stiefel | None, vector: Tensor) -> Stiefel:
     """Return how ``point`` is read; raise unless ``vector`` is of the same kind."""
     for name, tensor in (("point", point), ("vector", vector)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(fail(name, "be a tensor", type(tensor).__name__))
+        check_type(name, tensor, Tensor, "be a tensor")
     reading = reading_of(point, manifold, "point")
     if vector.shape != point.shape or vector.dtype != point.dtype:
         wanted = f"be of shape {tuple(point.shape)} and {point.dtype}, as the point"

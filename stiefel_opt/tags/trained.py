@@ -15,7 +15,7 @@ from stiefel_opt.errors import users_level
 from stiefel_opt.numerics.device import finest_dtype, has_values, widened
 from stiefel_opt.numerics.geometry import is_far
 from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.points import at_start, largest_error, nearest, wrong_signs
+from stiefel_opt.tags.points import largest_error, nearest, wrong_signs
 
 # Independent entries have no singular value above (sqrt(n) + sqrt(m)) times their standard
 # deviation but for fluctuations: at most 1.1 times it in 100 draws of each initialisation of torch.
@@ -41,8 +41,18 @@ def relative_move(tensor: Tensor, point: Tensor | None) -> float:
 
 
 def looks_trained(value: Tensor, reading: Stiefel) -> bool:
-    """Say whether a weight was written to often, or has a singular value that chance has not."""
-    return _is_written(value) or _outlier(value, reading) > _OUTLIER
+    """Say whether a weight was written to often, or has singular values that chance has not."""
+    return (
+        _is_written(value)
+        or _outlier(value, reading) > _OUTLIER
+        or (reading.learn_scale and _is_multiple(value.detach(), reading))
+    )
+
+
+def _is_multiple(value: Tensor, reading: Stiefel) -> bool:
+    """Say whether all matrices are multiples of orthonormal ones, as each column by itself is."""
+    widths = [points.size(-1) for points in reading.points(value)]
+    return max(widths) > 1 and not is_far(float(largest_error(widened(value), reading)), value)
 
 
 def _is_written(value: Tensor) -> bool:
@@ -56,9 +66,9 @@ def loses_training(value: Tensor, reading: Stiefel, share: float) -> bool:
 
 
 def check_start(name: str, value: Tensor, reading: Stiefel) -> Callable[[Tensor], None]:
-    """Look at a weight before it is made orthonormal; return what then looks at its point.
+    """Inspect a weight before it is made orthonormal; return a function that inspects its point.
 
-    That one warns if the weight looks trained and the point is far: what it had learned is lost.
+    It warns if the weight looks trained and the point is far: what was learned is lost.
     """
     if not (has_values(value) and looks_trained(value, reading)):
         return lambda point: None  # noqa: ARG005
@@ -89,13 +99,12 @@ def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:
 
 @torch.no_grad()
 def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, str, int]]:
-    """Return name, where and new determinant of a value that gets another one, else nothing.
+    """Return name, place and new determinant of a value whose determinant changes, else nothing.
 
-    Of one that was orthonormal, or looks trained: half of all random matrices do.
+    Only of a value that was orthonormal or looks trained: half of all random matrices change.
     """
     bad = wrong_signs(value, reading)
-    count, total = sum(int(each.sum()) for each in bad), sum(each.numel() for each in bad)
-    if reading.determinant is None or not count:
+    if reading.determinant is None or not bool(bad.any()):
         return []
     error = float(largest_error(widened(value.detach()), reading))
     if is_far(error, value.detach()):
@@ -103,7 +112,7 @@ def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, s
         is_small = max(reading.heights(value.shape)) < _SMALL
         if not (_is_written(value) if is_small else looks_trained(value, reading)):
             return []
-    where = "" if total == 1 else f" in {count} of {total} matrices"
+    where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
     return [(name, where, reading.determinant)]
 
 
@@ -133,10 +142,16 @@ class FirstPoints:
         remedy: str = "initialise it first",
         *,
         tells: bool = True,
+        keeps: bool = False,
     ) -> tuple[Tensor | None, float]:
-        """Return :func:`nearest` and the :func:`relative_move` to it, inf from zero."""
+        """Return :func:`nearest` and the :func:`relative_move` to it, inf from zero.
+
+        A learned scale becomes its start; with ``keeps`` only that of matrices off the manifold.
+        """
         turned = turned_over(name, value, reading)
-        point = nearest(value, at_start(reading), name, remedy, tells=tells and not turned)
+        own = reading if keeps else replace(reading, learn_scale=False)
+        tells = tells and not turned
+        point = nearest(value, own, name, remedy, tells=tells, starts=True)
         share = relative_move(value, point)
         if share < math.inf and loses_training(value, reading, share):
             self._lost.append((name, share))
@@ -151,7 +166,7 @@ class FirstPoints:
 
 @torch.no_grad()
 def _outlier(parameter: Tensor, reading: Stiefel) -> float:
-    """Return the largest singular value over that of independent entries of the same spread."""
+    """Return the largest singular value over the one that independent entries would have."""
     largest_ratio = 0.0
     whole = replace(reading, heads=None)  # blocks have one initialisation
     for index, part in enumerate(whole.parts(parameter)):

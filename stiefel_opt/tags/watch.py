@@ -127,7 +127,7 @@ class _Watched(dict[str, Any]):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
+        """Return the attributes of a copy or pickle, whose parameters are to be checked."""
         return {**self.__dict__, "schedules": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -459,9 +459,8 @@ def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel
 def _warn_of_sign(name: str, loaded: Tensor, reading: Stiefel) -> None:
     """Warn of values that are being loaded and have the other determinant."""
     bad = wrong_signs(loaded, reading)
-    if count := sum(int(each.sum()) for each in bad):
-        total = sum(each.numel() for each in bad)
-        where = "" if total == 1 else f" in {count} of {total} matrices"
+    if bool(bad.any()):
+        where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
         warnings.warn(
             f"`{name}` is loaded with the other determinant than {reading.determinant:+d}{where}, "
             "which no step changes; so.project_(model) takes the nearest point of that sign",

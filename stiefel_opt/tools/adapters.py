@@ -15,18 +15,18 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_dtype, check_module, check_range, fail
 from stiefel_opt.numerics import (
-    gram_error,
     has_values,
     is_sharded,
     polar_factor,
     positive_qr,
     widened,
 )
-from stiefel_opt.tags import constrain, manifold_of, release
+from stiefel_opt.tags import Stiefel, constrain, manifold_of, release
 from stiefel_opt.tools.migration import from_torch_orthogonal
-from stiefel_opt.tools.report import table
+from stiefel_opt.tools.report import orthonormality_error, table
 
 Line = tuple[str, str, str, str]  # parameter, what it is, its matrices, what was done
+Part = tuple[str | None, Callable[[], list[Line]]]  # an adapter, and what changes it and reports
 FROM_TORCH: Final = "_stiefel_from_torch"  # {weight: (map, trivialization)}, on the owner
 PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, on its config
 SOUGHT: Final = (
@@ -51,14 +51,6 @@ class AdapterReport:
     def __repr__(self) -> str:
         head = f"parameters of adapters {self.action}: {len(self.lines)}\n"
         return head + table([("parameter", "part", "matrices", "what was done"), *self.lines])
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of an adapter: ``change`` changes it and returns its lines of the report."""
-
-    adapter: str | None
-    change: Callable[[], list[Line]]
 
 
 @torch.no_grad()
@@ -106,7 +98,7 @@ def constrain_adapters(
     """
     check_module("model", model)
     check_range("tolerance", tolerance, 0.0)
-    parts: list[_Part] = []
+    parts: list[Part] = []
     constrained: list[str] = []
     for path, layer, key in _layers(model, adapter):
         if _is_constrained(layer, key):
@@ -125,10 +117,10 @@ def constrain_adapters(
         remedy = "for LoRA on the manifold make the adapter with so.StellaConfig"
         raise ValueError(fail("model", f"have {SOUGHT}", given, remedy))
     lines = _convert_torch(model) if with_torch else []
-    for part in parts:
-        lines += part.change()
+    for _, change in parts:
+        lines += change()
     for configs in _config_dicts(model):
-        for name in configs.keys() & {part.adapter for part in parts}:
+        for name in configs.keys() & dict(parts).keys():
             if (config := configs[name]).peft_type == "ADALORA":
                 config.__dict__[PENALTY] = config.orth_reg_weight
                 config.orth_reg_weight = 0.0
@@ -178,9 +170,9 @@ def export_adapters(
         ]
     if not parts:
         raise ValueError(_nothing_to_export(model, adapter))
-    lines = [line for part in parts for line in part.change()]
+    lines = [line for _, change in parts for line in change()]
     for configs in _config_dicts(model):
-        for name in configs.keys() & {part.adapter for part in parts}:
+        for name in configs.keys() & dict(parts).keys():
             configs[name] = _plain_config(configs[name])
     return AdapterReport("exported", tuple(lines))
 
@@ -285,7 +277,7 @@ def _matrices(tensor: Tensor) -> str:
 # ---- constraining ------------------------------------------------------------------------------
 
 
-def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part | None:
+def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> Part | None:
     if isinstance(layer, _peft_parts().OFTLayer):
         return _rotation_to_constrain(path, layer, key, tolerance)
     if isinstance(layer, _peft_parts().AdaLoraLayer):
@@ -293,7 +285,7 @@ def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part | 
     return None
 
 
-def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part:
+def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) -> Part:
     called, rotation = _rotation(layer, key)
     name, old = f"{path}.{called}.weight", rotation.weight
     _check(name, old)
@@ -321,10 +313,10 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
         done = f"the rotation itself; peft's was off by {off:.1g}"
         return [(name, "OFT block", _matrices(blocks), done)]
 
-    return _Part(key, change)
+    return key, change
 
 
-def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
+def _triplets_to_constrain(path: str, layer: Any, key: str) -> Part | None:
     left, middle, right = layer.lora_B[key], layer.lora_E[key], layer.lora_A[key]
     name = f"{path}.lora_A.{key}"
     for tensor in (left, middle, right):
@@ -344,7 +336,7 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
         constrain(layer.lora_A, key, flatten=False)
         return _triplet_lines(path, layer, key, "orthonormal; peft's penalty is off")
 
-    return _Part(key, change)
+    return key, change
 
 
 def _triplet_lines(path: str, layer: Any, key: str, done: str) -> list[Line]:
@@ -411,15 +403,14 @@ def _nothing_to_export(model: nn.Module, adapter: str | None) -> str:
 
 def _check_orthogonal(name: str, tensor: Tensor, tolerance: float) -> None:
     """Raise where an optimizer, or somebody's own line, has moved ``tensor`` off the manifold."""
-    exact = tensor.detach().double()
-    error = float(gram_error(exact if exact.size(-2) >= exact.size(-1) else exact.mT).amax())
+    error = float(orthonormality_error(tensor, Stiefel()))
     if not error <= tolerance + 8 * torch.finfo(tensor.dtype).eps:
         given = f"one that is off the manifold by {error:.1e}"
         remedy = "call so.project_(model), and train with an optimizer that keeps the constraint"
         raise ValueError(fail(name, "be orthogonal", given, remedy))
 
 
-def _to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
+def _to_export(path: str, layer: Any, key: str, tolerance: float) -> Part:
     if isinstance(layer, _peft_parts().OFTLayer):
         return _rotation_to_export(path, layer, key, tolerance)
     if isinstance(layer, _peft_parts().AdaLoraLayer):
@@ -427,7 +418,7 @@ def _to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
     return _stella_to_export(path, layer, key)
 
 
-def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
+def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> Part:
     called, rotation = _rotation(layer, key)
     name, blocks = f"{path}.{called}.weight", rotation.weight
     _check(name, blocks)
@@ -454,19 +445,19 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
         done = f"peft's numbers, exact Cayley; off by {off:.1g}"
         return [(name, "OFT block", _matrices(numbers), done)]
 
-    return _Part(key, change)
+    return key, change
 
 
-def _triplets_to_export(path: str, layer: Any, key: str) -> _Part:
+def _triplets_to_export(path: str, layer: Any, key: str) -> Part:
     def change() -> list[Line]:
         release(layer.lora_B, key)
         release(layer.lora_A, key)
         return _triplet_lines(path, layer, key, "plain again; peft's penalty is back")
 
-    return _Part(key, change)
+    return key, change
 
 
-def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
+def _stella_to_export(path: str, layer: Any, key: str) -> Part:
     factor, output = layer.lora_A[key], layer.lora_B[key]
     _check(f"{path}.lora_A.{key}", factor.core)
 
@@ -482,10 +473,10 @@ def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
             (f"{path}.lora_B.{key}.weight", "LoRA's B", _matrices(output.weight), "the basis"),
         ]
 
-    return _Part(key, change)
+    return key, change
 
 
-def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bool) -> _Part:
+def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bool) -> Part:
     called = f"{path}.{leaf}" if path else leaf
     value = owner.get_parameter(leaf).detach()
     _check_orthogonal(called, value, 1e-4)
@@ -506,7 +497,7 @@ def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bo
         done = f"torch's parametrization, map {name}"
         return [(called, "rotation", _matrices(value), done)]
 
-    return _Part(None, change)
+    return None, change
 
 
 def _plain_config(config: Any) -> Any:

@@ -89,7 +89,7 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
 
     Note:
         Six products of n x m by m x m a step, seven off a CPU and for long steps, batched over
-        equal matrices, no factorisation; four copies of the constrained weights while it lasts.
+        equal matrices, no factorisation; five copies of the constrained weights while it lasts.
         Decoupled weight decay, and that of SGD, does not move a constrained weight; that of Adam
         does. A weight off the manifold is projected by the next step; after a write to ``.data``,
         which leaves no trace, several steps bring it there. A matrix whose gradient is not finite
@@ -208,8 +208,7 @@ class _Keeper:
         self._values: list[Tensor] = []  # of their parameters
         self._stacks: list[Stack] = []
         self._points: list[Tensor] = []  # X of each stack during a step
-        self._plain: list[Tensor] = []  # rows of constrained weights that are plain
-        self._kept: list[Tensor] = []  # their values of before a step
+        self._kept: list[Tensor] = []  # copies of the parameters during a step
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
         self._tags: dict[Tensor, Any] = {}  # by parameter, as they were last seen
@@ -258,7 +257,7 @@ class _Keeper:
         for stack, point in zip(self._stacks, self._points, strict=True):
             with exact_products(point):
                 _move(stack, self._values, point, type(optimizer).__name__)
-        self._points = []
+        self._points, self._kept = [], []
         for weight in self._weights:
             self._written[weight.parameter] = _version_of(weight.parameter)
 
@@ -267,13 +266,11 @@ class _Keeper:
         """Undo a step that has raised: the gradients are those of before, and so are the points."""
         self._give_back()
         self._depth = 0
-        points, self._points = self._points, []
-        for stack, point in zip(self._stacks if points else (), points, strict=True):
-            stack.write(self._values, point)
-        for rows, kept in zip(self._plain, self._kept if points else (), strict=False):
-            rows.copy_(kept)
-        for weight in self._weights if points else ():
-            self._written[weight.parameter] = _version_of(weight.parameter)
+        if self._points:
+            for weight, value, kept in zip(self._weights, self._values, self._kept, strict=True):
+                value.copy_(kept)
+                self._written[weight.parameter] = _version_of(weight.parameter)
+        self._points, self._kept = [], []
 
     @torch.no_grad()
     def behind_others(self, optimizer: Optimizer, *_: Any) -> None:
@@ -308,12 +305,7 @@ class _Keeper:
         if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
             self._weights, self._values = weights, [w.parameter.detach() for w in weights]
             self._stacks = stacks_of(self._values, [weight.reading for weight in weights])
-            pairs = zip(self._values, weights, strict=True)
-            self._plain = [part for value, w in pairs for part in w.reading.plain_parts(value)]
-            self._kept = list(map(torch.empty_like, self._plain))
-        self._points = self._here()
-        if self._plain:
-            torch._foreach_copy_(self._kept, self._plain)
+        self._points, self._kept = self._here(), [value.clone() for value in self._values]
 
     def _changed(self, weights: list[_Weight]) -> list[_Weight]:
         """Return those that are new, or written to behind the step before."""

@@ -106,11 +106,8 @@ def constrain_attention(
         raise ValueError(fail("which", wanted, repr(which)))
     layouts = Names.of(names)
     plans, skipped = plans_of(model, constraint, which, layouts)
-    if not plans:
-        wanted = "contain an attention module that can be read"
-        remedy = remedy_for(model, skipped, layouts.layouts)
-        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    lines = constrain_found(model, found_of(model, plans), scale, learn_scale)
+    found = found_of(model, plans, skipped, layouts)
+    lines = constrain_found(model, found, scale, learn_scale)
     for path in plans:
         if is_constrained_attention(module := model.get_submodule(path)):
             vars(module).update(constraint=constraint, learn_scale=learn_scale)
@@ -118,10 +115,17 @@ def constrain_attention(
 
 
 Found = tuple[str, str, Stiefel]  # name of a weight, class of its module, and how it is read
+Plans = dict[str, list[tuple[str, Stiefel]]]  # weights and readings of each attention module
 
 
-def found_of(model: nn.Module, plans: Mapping[str, Sequence[tuple[str, Stiefel]]]) -> list[Found]:
-    """Return the weights of attention modules, with the classes of these."""
+def found_of(
+    model: nn.Module, plans: Plans, skipped: Mapping[str, str], names: Names
+) -> list[Found]:
+    """Return the weights of attention modules, with the classes of these; raise for none."""
+    if not plans:
+        wanted = "contain an attention module that can be read"
+        remedy = _remedy_for(model, skipped, names.layouts)
+        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
     return [
         (name, type(model.get_submodule(path)).__name__, reading)
         for path, plan in plans.items()
@@ -141,8 +145,7 @@ def constrain_found(
         own = scaled(reading, parameter, scale, name)
         readings[name], kinds[name] = replace(own, learn_scale=learn_scale), kind
     lines = []
-    keeps = scale == "keep" and not learn_scale
-    for name, share in apply_readings(model, readings, keeps=keeps).items():
+    for name, share in apply_readings(model, readings, keeps=scale == "keep").items():
         words = in_words(model, name, model.get_parameter(name).shape, readings[name])
         lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
     return tuple(lines)
@@ -150,9 +153,9 @@ def constrain_found(
 
 def plans_of(
     model: nn.Module, constraint: str, which: str, names: Names
-) -> tuple[dict[str, list[tuple[str, Stiefel]]], dict[str, str]]:
+) -> tuple[Plans, dict[str, str]]:
     """Return the readings of each attention module, and why similar modules have none, by path."""
-    plans: dict[str, list[tuple[str, Stiefel]]] = {}
+    plans: Plans = {}
     skipped: dict[str, str] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -168,20 +171,21 @@ def plans_of(
         except UnreadableError as reason:
             skipped[path] = f"{type(module).__name__}: {reason}"
     for path in list(skipped):  # a wrapper around one that was read, or a part of it
-        if any(_below(other, path) or _below(path, other) for other in plans):
+        if any(is_within(other, path) or is_within(path, other) for other in plans):
             del skipped[path]
     return plans, skipped
 
 
-def _below(path: str, ancestor: str) -> bool:
-    return path == ancestor or not ancestor or path.startswith(ancestor + ".")
+def is_within(path: str, module: str) -> bool:
+    """Say whether a path is that of this module or of a part of it."""
+    return not module or f"{path}.".startswith(f"{module}.")
 
 
 def listed(skipped: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {path or 'the model itself'}: {reason}" for path, reason in skipped)
 
 
-def remedy_for(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]) -> str:
+def _remedy_for(model: nn.Module, skipped: Mapping[str, str], layouts: Sequence[Layout]) -> str:
     known = ", ".join(dict.fromkeys(layout[0][0] for layout in layouts))
     advice = (
         "say what it calls its layers, names={'q': 'w_q', 'k': 'w_k'}, or name the weights "

@@ -56,7 +56,7 @@ class ProjectedAverage(swa_utils.AveragedModel):
             if reading is None and not was_released(source):  # a copy without tags, perhaps
                 reading = known
             if known != reading:  # another scale was loaded, or the weight released
-                reread(self.module, parameter, reading)
+                reread([self.module], parameter, reading)
             vars(parameter).pop("is_unconstrained", None)
             if reading and has_left(source, reading):
                 parameter.is_unconstrained = True  # type: ignore[attr-defined]

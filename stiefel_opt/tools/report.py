@@ -248,7 +248,7 @@ def _is_mirrored(weight: Tensor, reading: Stiefel) -> bool:
     """Say whether a matrix has the other determinant than the reading says."""
     if reading.determinant is None or not has_values(weight):
         return False
-    return any(bool(bad.any()) for bad in wrong_signs(gathered(weight.detach()), reading))
+    return bool(wrong_signs(gathered(weight.detach()), reading).any())
 
 
 def _shown(value: Any) -> Any:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt.errors import check_flag, check_module, fail
+from stiefel_opt.errors import check_flag, check_module
 from stiefel_opt.tags import Stiefel
 from stiefel_opt.tools.attention import (
     Found,
     constrain_found,
     found_of,
+    is_within,
     listed,
     plans_of,
-    remedy_for,
 )
 from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
 from stiefel_opt.tools.report import table
+
+_BLOCKS: Final = ("layer", "block")  # what the name of the class of a block ends with
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,14 @@ def constrain_transformer(
     by :func:`constrain_attention` "within"; each other linear layer, router and expert is one, and
     two where it holds a gate beside what is gated: the matrices that the model would have if no
     weights were fused. Embeddings, norms, biases and all that lies outside of the blocks, such as
-    the last head, stay unconstrained, and by name in the report: other parts of attention such as
-    relative positions, convolutions and what is beside one over time, as in Mamba, and experts that
+    the last head, stay unconstrained; so do, by name in the report, other linear layers of an
+    attention module, convolutions and what is beside one over time, as in Mamba, and experts that
     hold gate and value in turn.
 
     A block is a member of a list of modules that holds an attention module: in models of torch
     (``nn.TransformerEncoder``, ``nn.TransformerDecoder``), timm, transformers (encoders and
-    decoders) and others; see :func:`constrain_attention` for how attention is recognised.
+    decoders) and others; outside of a list, a module of a class whose name ends with Layer or
+    Block. See :func:`constrain_attention` for how attention is recognised.
 
     Args:
         model: A model, or one block.
@@ -102,13 +105,9 @@ def _attention(model: nn.Module, names: Names) -> tuple[list[Found], list[str], 
         for path in skipped.keys() & more.keys():
             plans[path] = more[path]
             del skipped[path]
-    if not plans:
-        wanted = "contain an attention module that can be read"
-        remedy = remedy_for(model, skipped, names.layouts)
-        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    found = found_of(model, plans)
+    found = found_of(model, plans, skipped, names)
     for path in list(skipped):  # the output of one that was read
-        if any(_is_within(name, path) for name, _, _ in found):
+        if any(is_within(name, path) for name, _, _ in found):
             del skipped[path]
     return found, list(plans), skipped
 
@@ -129,7 +128,7 @@ def _others(
         for inner, layer in model.get_submodule(block).named_modules():
             parts.setdefault(layer, joined(block, inner))
     for layer, path in parts.items():
-        if any(_is_within(path, other) for other in skipped):
+        if any(is_within(path, other) for other in skipped):
             continue
         above = model.get_submodule(path.rpartition(".")[0])
         kind = type(layer).__name__
@@ -140,7 +139,7 @@ def _others(
             others = [_sizes(each) for each in beside if is_linear(each)]
             is_gated = _is_gated(_sizes(layer), others)
             is_alone = len(others) == 1 and (is_gated or _sizes(layer)[1] == others[0][0])
-            if any(_is_within(path, attention) for attention in paths):
+            if any(is_within(path, attention) for attention in paths):
                 skipped[path] = f"{kind}: no projection of its attention module"
             elif any(_is_over_time(each) for each in beside) and not is_alone:
                 skipped[path] = f"{kind}: beside a convolution over time, perhaps several matrices"
@@ -161,17 +160,12 @@ def _others(
                     skipped[path if leaf == "weight" else name] = f"{kind}: no linear layer"
 
 
-def _is_within(path: str, module: str) -> bool:
-    """Say whether a path is that of this module or of a part of it."""
-    return not module or f"{path}.".startswith(f"{module}.")
-
-
 def _blocks(model: nn.Module, path: str) -> list[str]:
     """Return the paths of the blocks: of the members of the list that holds this module.
 
     That is the innermost list of modules of one class; in T5 a member of it is a list of layers of
     several classes. Without one it is the outermost list; in XLM, where attention modules are a
-    list, all lists of that length. A model that is called a layer or a block is one.
+    list, all lists of that length. Without a list it is the innermost layer or block by name.
     """
     parts = path.split(".")
     blocks: list[str] = []
@@ -194,8 +188,16 @@ def _blocks(model: nn.Module, path: str) -> list[str]:
         count = len(lists.get(".".join(parts[:-1]), ()))
         same = [(name, each) for name, each in lists.items() if len(each) == count]
         blocks = [f"{name}.{place}" for name, each in same for place in range(len(each))]
-    is_block = any(word in type(model).__name__.lower() for word in ("layer", "block"))
-    return blocks or ([""] if is_block else [])
+    if blocks:
+        return blocks
+    holders = [".".join(parts[:length]) for length in range(len(parts))]
+    classes = [type(model.get_submodule(each)).__name__.lower() for each in holders]
+    named = [
+        each
+        for each, kind in zip(holders, classes, strict=True)
+        if kind.rstrip("0123456789v").endswith(_BLOCKS)
+    ]
+    return named[-1:]
 
 
 def _is_over_time(layer: nn.Module) -> bool:

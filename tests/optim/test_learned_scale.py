@@ -17,6 +17,7 @@ from scale_cases import (
     LAYOUTS,
     MORE,
     RULES,
+    each_matrix,
     fit,
     g_of,
     net,
@@ -53,7 +54,7 @@ def test_other_rules_find_it_too(name: str) -> None:
     rule, options = MORE[name]
     parameter = weight("heads")
     target, factors = target_of(parameter)
-    fit(parameter, rule([{"params": [parameter], "scale_pull": 0.0}], **options), target)
+    fit(parameter, rule([parameter], scale_pull=0.0, **options), target)
     torch.testing.assert_close(scales(parameter, parameter.manifold), factors, rtol=0.02, atol=0.0)
     assert float(so.orthonormality_error(parameter)) < 1e-12
 
@@ -208,6 +209,8 @@ def test_a_weight_that_others_write_to_becomes_the_nearest_multiple(name: str) -
     rule, options = RULES[name]
     parameter = weight("heads")
     opt = rule([parameter], scale_pull=0.0, **options)
+    parameter.grad = torch.zeros_like(parameter)
+    opt.step()
     for value in (
         torch.randn_like(parameter),
         torch.zeros_like(parameter),
@@ -224,6 +227,42 @@ def test_a_weight_that_others_write_to_becomes_the_nearest_multiple(name: str) -
             scales(parameter, parameter.manifold), expected, rtol=1e-6, atol=0
         )
         assert float(so.orthonormality_error(parameter)) < 1e-12
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
+@pytest.mark.parametrize(("layout", "name"), in_turn(LAYOUTS, RULES))
+def test_the_first_step_gives_a_weight_that_was_not_projected_its_start(
+    layout: str, name: str
+) -> None:
+    rule, options = RULES[name]
+    reading = (point := weight(layout)).manifold
+    value = 1.5 * point.detach()  # multiples of points keep their scales
+    matrices = reading.matrices(reading.parts(value)[0])
+    matrices[(0,) * (matrices.ndim - 2)] = torch.randn_like(each_matrix(value, reading)[0])
+    parameter = so.ManifoldParameter(value, reading, project=False)
+    opt = rule([parameter], scale_pull=0.0, **{**options, "lr": 1e-9})
+    expected = torch.full_like(scales(value, reading), 1.5 * reading.scale)
+    expected[0] = reading.scale
+    for _ in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        opt.step()
+        near = 5e-3 if parameter.dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(scales(parameter, reading), expected, rtol=near, atol=0)
+    with torch.no_grad():
+        parameter.mul_(2.0).add_(0.1 * torch.randn_like(parameter))  # later on it is measured
+    opt.step()
+    assert bool((scales(parameter, reading) > 1.9 * expected).all())
+
+
+def test_a_weight_made_on_the_meta_device_begins_at_its_start() -> None:
+    with torch.device("meta"):
+        layer = so.constrain(nn.Linear(64, 32), scale=2.0, learn_scale=True)
+    layer.to_empty(device="cpu").reset_parameters()
+    opt = so.StiefelAdamW(so.retag(layer).parameters(), lr=1e-9)
+    layer(torch.randn(4, 64)).square().mean().backward()
+    opt.step()
+    assert float(g_of(layer.weight)) == pytest.approx(2.0, rel=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_leaves_scale_and_state() -> None:
@@ -336,6 +375,37 @@ def test_points_of_a_learned_scale() -> None:
     assert so.Stiefel.from_dict(reading.as_dict()) == reading
     with pytest.raises(TypeError, match="learn_scale"):
         so.Stiefel(learn_scale=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trained_weight_that_is_constrained_again_keeps_its_scales(layout: str) -> None:
+    parameter = weight(layout)
+    reading, value = parameter.manifold, target_of(parameter)[0]
+    options = {"flatten": False, **LAYOUTS[layout][1], "learn_scale": True}
+    options.pop("dtype", None)
+
+    def constrained(value: Tensor, scale: Any) -> so.ManifoldParameter:
+        holder = nn.ParameterDict({"w": nn.Parameter(value.clone())})
+        return so.constrain(holder, "w", **{**options, "scale": scale})["w"]
+
+    assert_same(constrained(value, "keep").detach(), value)
+    with pytest.warns(UserWarning, match="seems trained.*scale='keep'"):
+        reset = constrained(value, 3.0)
+    near = 1e-2 if value.dtype == torch.bfloat16 else 1e-9
+    expected = torch.full_like(scales(value, reading), 3.0)
+    torch.testing.assert_close(scales(reset, reading), expected, rtol=near, atol=0)
+
+    own = reading.matrices(reading.parts(spoiled := value.clone())[0], 0)
+    own[(*(0,) * (own.ndim - 2), slice(None), 0)] *= 1.1  # one column of one matrix
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may seem trained, and moves
+        mended = constrained(spoiled, "keep")
+    assert_same(each_matrix(mended, reading)[1:], each_matrix(value, reading)[1:])
+    assert float(scales(mended, reading)[0]) == pytest.approx(mended.manifold.scale, rel=near)
+
+
+def test_a_fresh_weight_of_vectors_is_not_taken_for_a_trained_one() -> None:
+    assert not warnings_of(lambda: so.constrain(nn.Linear(64, 1), learn_scale=True))
 
 
 def test_a_report_shows_the_scales_and_the_error_of_what_they_multiply() -> None:

@@ -43,9 +43,11 @@ def test_an_optimizer_of_torch_warns_once_at_its_first_step(rule: Any) -> None:
     assert "`0.weight` would not stay orthonormal" in text
     assert f"{rule.__name__} knows no constraint" in text
     assert "so.StiefelAdamW" in text
-    so.constrain(net, "2.weight")
-    with pytest.warns(UserWarning, match=r"`0\.weight` and 1 more"):
-        train(net, rule(net.parameters(), lr=1e-2))
+    assert "so.on_manifold(optimizer)" in text
+    so.constrain(net, "2.weight", learn_scale=True)
+    (text,) = warnings_of(lambda: train(net, rule(net.parameters(), lr=1e-2)))
+    assert "`0.weight` and 1 more" in text
+    assert "so.on_manifold(optimizer)" not in text  # it refuses a learned scale
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

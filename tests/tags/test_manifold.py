@@ -147,6 +147,7 @@ def test_the_default_reading_as_data_is_a_constraint_and_so_is_that_of_older_che
 
 
 def test_equal_readings_are_equal_however_they_are_written():
+    assert Stiefel(rows=[(4, 8), [0, 4]]) == Stiefel(rows=((4, 8), (0, 4)))
     assert Stiefel(rows=(0, 4)) == Stiefel(rows=[[0, 4]]) == Stiefel(rows=((0, 4),), scale=1)
     assert Stiefel(rows=((0, 4), (4, 8)), heads=2) == Stiefel(rows=((0, 4), (4, 8)), heads=(2, 2))
     assert Stiefel(heads=2) != Stiefel(heads=2, scale=2.0)

@@ -108,6 +108,27 @@ def test_one_block_is_a_model_of_its_own() -> None:
     assert layer.linear1.weight.manifold.scale == pytest.approx(2**0.5)
 
 
+class TwoLayerTransformer(nn.Module):
+    """Blocks without a list, between an embedding and a head."""
+
+    def __init__(self, **blocks: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        for name, block in blocks.items():
+            self.add_module(name, block)
+
+
+@pytest.mark.parametrize("wrap", [dict, nn.ModuleDict])
+def test_blocks_outside_of_a_list_are_known_by_the_name_of_their_class(wrap: type) -> None:
+    first, last = (nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2))
+    blocks = wrap({"first": first, "last": last})
+    model = TwoLayerTransformer(**(blocks if wrap is dict else {"blocks": blocks}))
+    taken = {name.partition("first.")[2] for name, *_ in so.constrain_transformer(model).lines}
+    names = "self_attn.in_proj_weight", "self_attn.out_proj.weight"
+    assert taken == {"", *names, "linear1.weight", "linear2.weight"}
+    assert not any(hasattr(p, "manifold") for p in (model.embedding.weight, model.head.weight))
+
+
 def test_what_cannot_be_read_is_listed_and_left() -> None:
     model = Encoder()
     model.block[1].layer[0].n_heads = 3
