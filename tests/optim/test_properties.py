@@ -274,49 +274,6 @@ def test_every_matrix_moves_as_if_it_were_alone(rule, drawn):
         torch.testing.assert_close(found / scale, expected.data, rtol=1e-6, atol=1e-7)
 
 
-@given(rules(), drawn_parameters(BOTH), st.integers(0, 4))
-def test_a_checkpoint_continues_bit_for_bit(rule, drawn, steps):
-    # A momentum of nothing but rounding looks stale after loading, which costs the last bit.
-    assume(drawn.grad_kind != "normal")
-    kind, options = rule
-    first = drawn.parameter()
-    opt = train_alone(kind, options, drawn, first, steps)
-    second = so.ManifoldParameter(
-        laid_out(first.detach().clone(), drawn.layout), drawn.manifold, project=False
-    )
-    resumed = kind([second], **options)
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for step in range(steps, steps + 2):
-        first.grad = drawn.grad(first, step)
-        second.grad = drawn.grad(first, step)
-        opt.step()
-        resumed.step()
-    assert torch.equal(first, second)
-
-
-@given(drawn_parameters(BOTH))
-def test_projection_is_near_idempotent_and_spares_what_is_plain(drawn):
-    holder = torch.nn.Module()
-    holder.weight = drawn.parameter()
-    with torch.no_grad():
-        holder.weight.add_(0.1 * torch.randn(drawn.shape, generator=drawn.generator()))
-    moved = holder.weight.detach().clone()
-    so.project_(holder)
-    once = holder.weight.detach().clone()
-    assert so.orthonormality_error(holder) < tolerance(drawn.dtype)
-    for old, new in zip(
-        drawn.manifold.plain_parts(moved), drawn.manifold.plain_parts(once), strict=True
-    ):
-        assert torch.equal(old, new)
-    for old, new in zip(drawn.matrices(moved), drawn.matrices(once), strict=True):
-        # the nearest point: X' A is symmetric and positive semidefinite
-        overlap = new.mT @ old
-        torch.testing.assert_close(overlap, overlap.mT, rtol=1e-4, atol=1e-4)
-        assert torch.linalg.eigvalsh(overlap).min() > -1e-4
-    so.project_(holder)
-    torch.testing.assert_close(holder.weight.data, once, rtol=0, atol=tolerance(drawn.dtype))
-
-
 # ---- threads -----------------------------------------------------------------------------------
 
 
