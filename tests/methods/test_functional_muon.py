@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn, mixed
+from held import Calls
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.methods import muon, spectral_direction, spectral_gap
@@ -22,11 +22,6 @@ from stiefel_opt.numerics.linalg import LOCAL_SUMS
 AMBIENT = "momentum_ambient"
 DOUBLE = torch.float64
 DTYPES = (torch.float32, DOUBLE, torch.complex64)
-PRODUCTS = (
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten.baddbmm_.default,
-)
 SHAPES = [
     (1, 64, 4),
     (5, 40, 8),
@@ -193,23 +188,6 @@ def test_a_small_change_near_a_loss_of_rank_changes_the_direction_little(shape, 
         assert moved <= 20 * change * math.sqrt(gaussian.numel()) * m / smoothing
 
 
-class Products(TorchDispatchMode):
-    """Counts batched products, those of n x m apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.small = self.tall = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in PRODUCTS:
-            factors = [x.shape for x in args[-2:]]
-            if factors[0][-2] == factors[0][-1] == factors[1][-1]:
-                self.small += 1
-            else:
-                self.tall += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def unreadable(monkeypatch):
     """As on an accelerator: nothing may be read."""
@@ -264,10 +242,11 @@ def test_the_point_itself_as_a_gradient_has_hardly_a_direction(shape, dtype, gen
 def test_the_products_where_nothing_may_be_read_are_counted(m, generator):
     """About 40 of 2m x 2m, whatever the gradient is; seven have n rows."""
     point, grad = problem((1, 4 * m, m), "gaussian", generator, torch.float32)
-    with Products() as products:
+    with Calls() as counted:
         stepped(point, grad, lr=0.02)
-    assert products.tall == 7
-    assert 35 <= products.small <= 60
+    small = [left[-2] == left[-1] == right[-1] for left, right in counted.products]
+    assert small.count(False) == 7
+    assert 35 <= sum(small) <= 60
 
 
 @pytest.mark.usefixtures("unreadable")

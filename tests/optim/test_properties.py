@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import threading
 import warnings
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from contract import (
     optimizer,
     train,
 )
+from held import peak_bytes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from optimizers import OF_CLASS, PUBLISHED, RULES, TABLE
@@ -308,17 +308,6 @@ def test_two_optimizers_in_two_threads_do_not_meet(name):
 # ---- memory and drift --------------------------------------------------------------------------
 
 
-def peak_bytes(opt: torch.optim.Optimizer) -> int:
-    """The largest amount of memory that a step holds on top of what was there before."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
-        opt.step()
-    recorded = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in recorded if e.name() == "[memory]"]
-    held = list(itertools.accumulate(size for _, size in sorted(changes)))
-    return max(held, default=0)
-
-
 @pytest.mark.parametrize("name", [*RULES, "sgd-nesterov", "adam-amsgrad"])
 def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
     n, m = 4000, 10
@@ -329,7 +318,7 @@ def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
         opt.step()
     parameter.grad = torch.randn(n, m)
     size = 4 * n * m
-    assert size / 4 < peak_bytes(opt) < 8 * size
+    assert size / 4 < peak_bytes(opt.step) < 8 * size
 
 
 @pytest.mark.slow
