@@ -72,7 +72,7 @@ PARAMETRIZED = (
 
 
 def users_level() -> int:
-    """Return the ``stacklevel`` by which a warning of the caller shows the user's own line."""
+    """Return the ``stacklevel`` with which the caller's warning shows the user's own line."""
     frame, level, inner = sys._getframe(1), 1, ("stiefel_opt", "torch")
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         frame, level = frame.f_back, level + 1

@@ -19,6 +19,8 @@ from stiefel_opt.numerics.device import NO_HINT, Hint, Numbers, Reader, finest_d
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
+    Halves,
+    Packed,
     Step,
     Sums,
     add_product,
@@ -148,6 +150,7 @@ class StepFactors(NamedTuple):
     step: Step
     length: Length  # its squares: of the turn, then of the move
     products: list[Tensor]  # that were asked for
+    excess: Tensor  # E of the move, over the scale of the length
 
 
 def step_factors_of(
@@ -162,7 +165,8 @@ def step_factors_of(
     is_projected: bool = False,
     companion: bool = False,
     judged: Tensor | None = None,
-    ahead: Tensor | None = None,
+    memory: Packed | None = None,
+    is_ahead: bool = False,
 ) -> StepFactors:
     """Return the turn along ``skew`` = K / eta and the retraction of V.
 
@@ -173,44 +177,58 @@ def step_factors_of(
         also: Pairs of tall matrices whose products are wanted.
         is_projected: The last of them is X, V: the part of V along X counts for nothing.
         companion: Whether R (I + R)^(-1) is wanted.
-        ahead: The memory in which K and V lie one behind the other: of a single matrix both are
+        memory: Where temporaries are kept from step to step, on a CPU.
+        is_ahead: K and V lie one behind the other in ``memory``: of a single matrix both are
             multiplied by what eta is cut by, and the products are those of such a V.
         judged: Where it is not finite the bound of the step is not, ``(k)`` or ``()``.
     """
     count, reads = skew.size(0), reader.is_exact
     alpha = 1.0 if isinstance(lr, Tensor) else lr * lr
-    powers = skew.new_empty(2 * count if reads else 4 * count, *skew.shape[1:])
-    squares = powers if reads else powers[: 2 * count]
-    gram(skew, squares[:count], alpha)
-    is_scaled = ahead is not None and count == 1 and sums.are_local and not reads
+    powers, squares, *rooms = _rooms(skew, reads, memory)
+    symmetric_product(skew, skew, squares.first, alpha=-alpha)
+    is_scaled = is_ahead and count == 1 and sums.are_local and not reads
     pairs = () if is_scaled else also
-    _, *products = sums((V, V), *pairs, into=squares[count:], alpha=alpha)
+    _, *products = sums((V, V), *pairs, into=squares.last, alpha=alpha)
     if is_projected:
-        squares[count:].baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
+        squares.last.baddbmm_(products[-1].mH, products[-1], alpha=-alpha)
     limit, steepness = math.inf, None
     if reads and not isinstance(lr, Tensor):
-        limit, size = bounds_of(squares, inner)
+        limit, size = bounds_of(squares.both, inner)
         steepness = None if size is None or lr == 0 else abs(lr) * size
-    length = Length(squares, 1.0, limit, inner, steepness=steepness)
+    length = Length(squares.both, 1.0, limit, inner, steepness=steepness)
     second, step = None, Step(lr)  # type: ignore[arg-type]
     if not limit <= _MOST:
         length, second, step = _cut(powers, count, lr, reader, inner, judged)
-    if ahead is not None and is_scaled and step.factor is not None:
-        ahead.mul_(step.factor.view(1))
+        squares = Halves.of(length.squares)
+    if is_scaled and memory is not None and step.factor is not None:
+        memory.flat.mul_(step.factor.view(1))
         step, products = Step(step.number), sums(*also)
-    limit, scale, companions = length.limit, length.scale, count if companion else 0
-    both = roots(
-        length.squares, limit, scale=scale, companions=companions, square=second, reads=reads
+    limit, scale, excess = length.limit, length.scale, squares.last
+    last = excess if companion else None
+    out = rooms[0] and rooms[0].both
+    both, companions = roots(
+        squares.both, limit, scale=scale, last=last, square=second, reads=reads, out=out
     )
-    of_turn, of_move = both.difference.unsafe_chunk(2)
-    of_both = plus_identity(both.difference)
-    scaled_turn, root = of_both.unsafe_chunk(2)
+    _, of_turn, of_move = Halves.of(both, rooms[0])
+    both = plus_identity(both, rooms[1] and rooms[1].both)
+    _, scaled_turn, root = Halves.of(both, rooms[1])
     scaled = root
     if step.factor is not None:
-        of_both = (of_both.view(2, count, *skew.shape[1:]) * step.factor).view_as(of_both)
-        scaled_turn, scaled = of_both.unsafe_chunk(2)
+        scaled_turn, scaled = (both.view(2, *of_turn.shape) * step.factor).unbind()
     rotation = add_skew_product_(of_turn, skew, scaled_turn, step.number)
-    return StepFactors(rotation, of_move, root, scaled, both.companion, step, length, products)
+    return StepFactors(rotation, of_move, root, scaled, companions, step, length, products, excess)
+
+
+def _rooms(
+    skew: Tensor, reads: bool, memory: Packed | None
+) -> tuple[Tensor, Halves, Halves | None, Halves | None]:
+    """Return memory for E and perhaps E^2, for E alone, and where it is kept for S and R."""
+    if reads and memory is not None:
+        squares, differences, inverse_roots = memory.pairs(skew)
+        return squares.both, squares, differences, inverse_roots
+    count = 2 * skew.size(0)
+    powers = skew.new_empty(count if reads else 2 * count, *skew.shape[1:])
+    return powers, Halves.of(powers if reads else powers[:count]), None, None
 
 
 def _cut(

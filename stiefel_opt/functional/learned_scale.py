@@ -48,7 +48,7 @@ _LIMIT: Final = 1e4  # of g over its first value, and of its inverse
 # since they began; and the momentum of the slope in SGD.
 MOMENTS: Final = "scale_moments"
 MOMENTUM: Final = "scale_momentum"
-SCALE: Final = "scale"  # the new g itself, which nobody keeps
+SCALE: Final = "scale"  # the new g itself, which is not kept
 
 
 def norm_of(W: Tensor, sums: Sums) -> Tensor:

@@ -123,7 +123,7 @@ def sgd(
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         transport: "isometric" or "projected".
         sums: Products of tall matrices summed over the rows, some of which may be elsewhere.
-        reader: Who may read a number of this step. Default: whoever can.
+        reader: Reads numbers of this step. Default: :func:`reader_for` its device.
 
     Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 7 and 8; one more off
         the canonical metric, but for "isometric" without ``nesterov``.
@@ -200,9 +200,9 @@ def adam(
         room, force = state.like(), state.like(SKEW, NORMAL)
         options = betas, eps, nesterov, root, most
         judged = _moments_at_once(X, G, S, state, room, force, options, reader)
-        parts, ahead = (force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]), force.flat
+        parts = force[NORMAL], room[NORMAL], force[SKEW], room[SKEW]
         new_X, _, length = advance(
-            X, *parts, eta, transport, None, sums, reader, judged=judged, ahead=ahead
+            X, *parts, eta, transport, None, sums, reader, judged=judged, memory=force
         )
         return new_X, room, length
     minus_f = skew_force(S, a)
@@ -272,9 +272,9 @@ def _step_unprojected(
     else:
         new_B = add_product_into(room.get(UNPROJECTED), G, B, L, momentum)
         new_B = add_product_(new_B, X, within)
-    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S)  # 4
-    rotation, shortening, R, scaled, _, step, length, _ = factors
-    excess = length.squares[X.size(0) :]  # E / scale
+    memory = room if isinstance(room, Packed) else None
+    factors = step_factors_of(new_Z, new_B, lr, sums, reader, S, memory=memory)  # 4
+    rotation, shortening, R, scaled, _, step, length, _, excess = factors
     if not keeps_factor:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = step.over(torch.bmm(R, excess), length.scale)
@@ -330,7 +330,7 @@ def advance(
     sums: Sums,
     reader: Reader,
     judged: Tensor | None = None,
-    ahead: Tensor | None = None,
+    memory: Packed | None = None,
 ) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
@@ -346,8 +346,9 @@ def advance(
         V = add_product_(V, X, overlap, alpha=-1.0)
     factors_with = partial(step_factors_of, direction, V, lr, sums, reader, S, judged=judged)
     if transport == "isometric":
-        factors = factors_with(also=((V, U),), companion=True, ahead=ahead)
-        rotation, shortening, _, _, companion, step, length, (C,) = factors
+        of_pair, ahead = ((V, U),), memory is not None
+        factors = factors_with(also=of_pair, companion=True, memory=memory, is_ahead=ahead)
+        rotation, shortening, _, _, companion, step, length, (C,), _ = factors
         turned = add_product(X, X, rotation)  # X D
         moved = step.add_to(turned, V)
         new_X = add_product(moved, moved, shortening)
@@ -355,7 +356,7 @@ def advance(
         new = {SKEW: new_Z}
     else:
         factors = factors_with(also=((V, U), (X, V)), is_projected=True)
-        rotation, shortening, R, scaled, _, step, length, (C, overlap) = factors
+        rotation, shortening, R, scaled, _, step, length, (C, overlap), _ = factors
         within = shortening.baddbmm_(rotation, R)
         within.baddbmm_(overlap, scaled, alpha=-step.number)
         new_X = add_product_(add_product(X, X, within), V, scaled, alpha=step.number)
@@ -527,9 +528,9 @@ def precondition(
 ) -> Tensor:
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
-    ``root`` is that of c2. The factor gamma of :func:`gain` is left to the learning rate. No entry
-    of D exceeds ``most``. ``latest``: -f of this step, for Nesterov's momentum: b1 Z - (1 - b1) f
-    takes the place of Z.
+    ``root`` is the root of c2. The learning rate takes the factor gamma, see
+    :func:`bias_correction_ratio`. No entry of D exceeds ``most``. ``latest``: -f of this step, for
+    Nesterov's momentum: b1 Z - (1 - b1) f takes the place of Z.
     """
     first = state["momentum_" + part]
     if latest is not None:
@@ -542,7 +543,7 @@ def precondition(
 
 
 def denominator_of(state: Mapping[str, Tensor], part: str, root: Scalar, eps: float) -> Tensor:
-    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is that of c2."""
+    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is sqrt(c2)."""
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     denominator = torch.sqrt(second)  # real
     denominator.add_(root, alpha=eps)

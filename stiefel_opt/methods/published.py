@@ -47,7 +47,7 @@ for complex ones ' is the conjugate transpose.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -104,7 +104,11 @@ from stiefel_opt.optim import (
 )
 from stiefel_opt.tags import Stiefel
 
-ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
+ROTATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "euler": plus_identity,
+    "cayley": cayley,
+    "expm": exponential,
+}
 # Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.
 _DIGITS: Final = 1e-3
 _PASSES: Final = 4

@@ -2,7 +2,7 @@
 
 A step may choose its work by a number, if that can be read. :class:`HostReader` reads it, on a CPU,
 where reading is free. :class:`LaggedReader` knows the number of the step before, which the device
-has copied while nobody waited. :class:`BlindReader` knows nothing: a captured graph would freeze
+has copied while the host went on. :class:`BlindReader` knows nothing: a captured graph would freeze
 what it read.
 """
 
@@ -64,7 +64,7 @@ def untraced(function: MapT) -> MapT:
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
+    """Say whether a tensor lives on the CPU, so that it is read without waiting."""
     return _is_on_cpu(tensor) and not isinstance(tensor, FakeTensor)
 
 
@@ -567,7 +567,7 @@ class Recorder:
 
     @staticmethod
     def is_busy() -> bool:
-        """Say whether somebody else captures this step."""
+        """Say whether another capture, which this step is part of, is under way."""
         return torch.cuda.is_current_stream_capturing()
 
     def follow(self) -> None:

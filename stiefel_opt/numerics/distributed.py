@@ -34,7 +34,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_address_for(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
-    """Return a function that gives the address of a tensor, of a sharded one that of our part."""
+    """Return a function that gives the address of a tensor, or of our part of a sharded one."""
     address = address_for(tensors)
     if not any(map(is_sharded, tensors)):
         return address

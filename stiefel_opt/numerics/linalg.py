@@ -248,6 +248,20 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, alpha=alpha).mT
 
 
+class Halves(NamedTuple):
+    """A batch, and its two halves."""
+
+    both: Tensor
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, both: Tensor, kept: Halves | None = None) -> Halves:
+        """Divide a batch, unless that has been done."""
+        is_known = kept is not None and both is kept.both
+        return kept if is_known else cls(both, *both.unsafe_chunk(2))  # type: ignore[return-value]
+
+
 class Packed(dict[str, Tensor]):
     """Batches by name that lie one behind the other in one tensor: a call may work on several.
 
@@ -258,7 +272,7 @@ class Packed(dict[str, Tensor]):
     def __init__(self, flat: Tensor, parts: Mapping[str, Tensor], *, is_kept: bool = False) -> None:
         super().__init__(parts)
         self.flat, self._is_kept = flat, is_kept
-        self._made: dict[tuple[str, str, str], Any] = {}
+        self._made: dict[Any, Any] = {}
 
     def like(self, first: str = "", last: str = "") -> Packed:
         """Return memory for the same batches, or for those between two names."""
@@ -286,6 +300,16 @@ class Packed(dict[str, Tensor]):
             if self._is_kept:
                 self._made["span", first, last] = entries
         return entries
+
+    def pairs(self, like: Tensor) -> tuple[Halves, Halves, Halves]:
+        """Return memory for three times two batches like one of these."""
+        made: tuple[Halves, Halves, Halves] | None = self._made.get("pairs")
+        if made is None:
+            rooms = like.new_empty(3, 2 * like.size(0), *like.shape[1:])
+            made = Halves.of(rooms[0]), Halves.of(rooms[1]), Halves.of(rooms[2])
+            if self._is_kept:
+                self._made["pairs"] = made
+        return made
 
     def runs(self) -> list[Tensor]:
         """Return neighbours of one shape as one batch ``(., k, n, m)``, in the order of memory."""
@@ -420,11 +444,11 @@ def defect(own: Tensor) -> Tensor:
     return torch.sub(_kept(_identity, own), own)
 
 
-def plus_identity(matrix: Tensor) -> Tensor:
-    """Return A + I."""
+def plus_identity(matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return A + I, for small A in the memory ``out`` if there is some."""
     if _is_large(matrix):
         return add_to_diagonal_(matrix.clone(), 1.0)
-    return torch.add(matrix, _kept(_identity, matrix))
+    return torch.add(matrix, _kept(_identity, matrix), out=out)
 
 
 def identity_for(matrix: Tensor) -> Tensor:
@@ -467,7 +491,7 @@ def _kept(make: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
 
 
 def solution(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return A^(-1) B for A with real part I, or near it, singular only by rounding; nobody waits.
+    """Return A^(-1) B, without waiting, for A with real part near I, singular only by rounding.
 
     Raises:
         LinAlgError: for a matrix that is singular by rounding, where looking is free; else NaN.

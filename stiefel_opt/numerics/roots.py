@@ -48,9 +48,10 @@ def roots(
     limit: float,
     *,
     scale: float = 1.0,
-    companions: int = 0,
+    last: Tensor | None = None,
     square: Tensor | None = None,
     reads: bool = False,
+    out: Tensor | None = None,
 ) -> Roots:
     r"""Return :math:`S = (I + E)^{-1/2} - I` and its companion, E symmetric, 0 <= E <= limit.
 
@@ -64,9 +65,10 @@ def roots(
 
     Args:
         matrix: M = E / scale, shape ``(k, m, m)``.
-        square: M^2, where somebody has it already.
+        square: M^2, if it is known already.
         reads: Whether a number may be read that sharpens ``limit`` and may save products.
-        companions: Of how many of the last matrices (I + Q)^(-1) is wanted.
+        last: The last of the matrices, of which (I + Q)^(-1) is wanted.
+        out: Memory for S; it may be left unused.
 
     Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 5 to 17 up to 16, with a companion
         at most 6 more; no host sync.
@@ -74,6 +76,7 @@ def roots(
     """
     if not _SCALES[0] < scale < _SCALES[1]:
         matrix, scale, square = matrix * scale, 1.0, None
+        last = None if last is None else matrix[-last.size(0) :]
     plan = _plan(limit, matrix)
     is_large = matrix.size(-1) > MEDIUM
     if square is None and plan.degree > 2 - is_large:
@@ -81,11 +84,11 @@ def roots(
         if reads and plan.degree > 2 and (plan.iterations or is_large):  # |E|^2 <= |E^2|
             limit = min(limit, scale * largest_bound(square) ** 0.5)
             plan = _plan(limit, matrix)
-    difference = _polynomial(matrix, square, plan.difference, scale / plan.limit)
+    difference = _polynomial(matrix, square, plan.difference, scale / plan.limit, out)
     if plan.iterations == 0:
-        if not companions:
+        if last is None:
             return Roots(difference, None)
-        last, square = matrix[-companions:], square if square is None else square[-companions:]
+        square = square if square is None else square[-last.size(0) :]
         return Roots(difference, _polynomial(last, square, plan.companion, scale / plan.limit))
     del square
     # P = Q - I for Q = A^(1/2), and Q must be exactly A R, or the iteration drifts.
@@ -100,28 +103,32 @@ def roots(
         if remaining:
             grow = symmetric_product(grow, residual, into=grow.clone(), beta=1.0, alpha=-0.5)
             grow.add_(residual, alpha=-0.5)
-    if not companions:
+    if last is None:
         return Roots(difference, None)
     # r / (1 + r) = 1 - 1 / (1 + r)
-    inverse_root = plus_identity(difference[-companions:])
+    inverse_root = plus_identity(difference[-last.size(0) :])
     companion = _inverse_of_one_plus(inverse_root, limit).neg_()
     return Roots(difference, add_to_diagonal_(companion, 1.0))
 
 
 def _polynomial(
-    matrix: Tensor, square: Tensor | None, coefficients: Sequence[float], unit: float
+    matrix: Tensor,
+    square: Tensor | None,
+    coefficients: Sequence[float],
+    unit: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return c0 I + c1 E + c2 E^2 + c3 E^3 for E = unit M; ``square`` is M^2."""
     constant, first, *higher = coefficients
     first *= unit
     if not higher:
-        result = torch.mul(matrix, first)
+        result = torch.mul(matrix, first, out=out)
     elif square is None:
         second = higher[0] * unit * unit  # unit**2 would raise where it is too large
-        result = torch.baddbmm(matrix, matrix, matrix, beta=first, alpha=second)
+        result = torch.baddbmm(matrix, matrix, matrix, beta=first, alpha=second, out=out)
     else:
         ratio = higher[0] * unit * unit / first
-        result = torch.add(matrix, square, alpha=ratio)
+        result = torch.add(matrix, square, alpha=ratio, out=out)
         if len(higher) == 1:
             result.mul_(first)
         else:

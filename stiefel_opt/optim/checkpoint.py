@@ -100,8 +100,8 @@ def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     for group, saved in zip(groups, saved_groups, strict=True):
         for name in optimizer.defaults:
             saved.setdefault(name, group[name])
-        # of this machine, not of a training
-        saved |= {"stiefel": group["stiefel"], "cuda_graph": group["cuda_graph"]}
+        # readings agree; graphs are of this machine, not of a training
+        saved.update(stiefel=group["stiefel"], cuda_graph=group["cuda_graph"])
         check_saved_lr(saved["lr"])
         optimizer.check_options({**group, **saved})
         for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -270,7 +270,7 @@ def _check_value(
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
-    """Take the readings out of ``saved_groups``; raise where one differs from that of today."""
+    """Take the readings out of ``saved_groups``; raise where one has changed since."""
     own, given = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
     if own != given:
         remedy = "build it as it was saved, from model.parameters() or from so.param_groups(model)"

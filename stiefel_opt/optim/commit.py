@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -144,10 +144,13 @@ Moved = dict[Any, tuple[list[int], Tensor | None]]
 
 
 class LastStep(NamedTuple):
-    """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
+    """The places of the weights of a batch that moved, its length, and a mask of its matrices.
+
+    Of a :class:`Length` there are the squares, their scale and limit: X'G may be large.
+    """
 
     places: list[int]
-    length: Length | Tensor | float
+    length: Any
     mask: Tensor | None
 
 
@@ -168,12 +171,14 @@ class Batch:
         self.state = stack.state_of(slice(low, low + count))  # views
         first, reading = self.blocks[0], self.blocks[0].reading
         self.scale, self.learns_scale = reading.scale, reading.learn_scale
+        self.in_float16 = any(block.weight.dtype == torch.float16 for block in self.blocks)
         self.determinant = reading.determinant
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = HostReader() if stack.reads else None, LaggedReader()
         self.is_new = True  # nobody has looked at what the rule returns
         self.is_joint = False  # its group judges the gradients
-        self.bounded_by: Any = None  # the rule whose steps judge the gradients
+        self.bounded_by: Any = None  # the rule whose steps judge the gradients, off a CPU
+        self.quiet: Any = None  # on a CPU the rule whose last step was short, and all was well
         self.is_foreign = False  # whether its rule is not of this package
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
@@ -247,6 +252,11 @@ class Batch:
         else:
             torch._foreach_copy_(parts, list(stored.unbind()))
 
+    def may_be_quiet(self) -> bool:
+        """Say whether what a rule of this package returns is stored as it is."""
+        is_plain = self.scale == 1.0 and not (self.learns_scale or self.is_foreign)
+        return is_plain and self.sums.are_local
+
     def index_of(self, blocks: list[int]) -> Tensor:
         """Return an index of the matrices of these blocks."""
         matrices = [block * self.each + i for block in blocks for i in range(self.each)]
@@ -264,8 +274,8 @@ class Batch:
             return {}
         places, length, mask = self.last
         count = len(places) * self.each
-        if isinstance(length, Length):
-            tangents = length.tangents(count)
+        if isinstance(length, tuple):
+            tangents = Length(*length).tangents(count)
         else:
             tangents = torch.as_tensor(length, dtype=torch.float64).expand(count, 1, 1).flatten()
         tangents = tangents if mask is None else tangents.where(mask.flatten(), math.nan)
@@ -326,16 +336,22 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     Returns: Places of weights that stay because of their gradients, on a CPU only; and which
         matrices left floating point, ``(k, 1, 1)``, or None: none.
     """
-    batch, chosen, lr = task.batch, task.chosen, task.options.lr
-    stored = batch.read(task.tensors, chosen)
+    batch, chosen, (rule, _, _, lr, nonfinite, _) = task.batch, task.chosen, task.options
+    stored, grad = batch.read(task.tensors, chosen), batch.read(task.grads, chosen)
+    if grad.dtype != stored.dtype:
+        grad = grad.to(stored.dtype)
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
     reads, reader.overflowed = reader.is_exact, False
+    if batch.quiet is rule and chosen is None and not (task.is_due or task.is_changed):
+        number, sums = task.number, batch.sums
+        move = rule(stored, grad, batch.state, lr=lr, step=number, sums=sums, reader=reader)
+        if _is_quiet(move[2], grad, lr, reader):
+            _commit(task, move, stored)
+            return [], None
+        reader.overflowed = False
     if not reads:  # the host learns too late that a step was steep: the device keeps the limit
         reader = reader.limited(steepest(stored.dtype, batch.row_count))
-    grad = batch.read(task.grads, chosen)
-    if grad.dtype != stored.dtype:
-        grad = grad.to(stored.dtype)
     ok, grad_length, unsafe, verdict = _judge(grad, task, reader)
     if len(unsafe) == len(task.places):
         return unsafe, None
@@ -345,42 +361,69 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     if index is not None:
         state = {name: tensor[index] for name, tensor in state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
-    was_bounded, is_bounded = (
-        batch.bounded_by is task.options.rule,
-        _is_bounded(length, task, reader),
-    )
-    batch.bounded_by = task.options.rule if is_bounded else None
-    if was_bounded and reads and not is_bounded:  # its gradients are to be looked at
-        return take_step(task)
-    if is_bounded and not reads and task.options.nonfinite != "ignore":
-        ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
+    if reads:
+        is_quiet = batch.may_be_quiet() and _is_quiet(length, grad, lr, reader)
+        batch.quiet = rule if is_quiet else None
+    else:
+        is_bounded = isinstance(length, Length) and length.bound is not None
+        batch.bounded_by = rule if is_bounded else None
+        if is_bounded and nonfinite != "ignore":
+            ok, verdict = _sound(length.bound, ok, verdict, task)  # type: ignore[union-attr, arg-type]
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
-    is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
+    _commit(task, (new_X, new, length), stored, ok, index, unsafe, verdict)
+    return unsafe, overflowed
+
+
+def _is_quiet(length: Length | Tensor | float, grad: Tensor, lr: Scalar, reader: Reader) -> bool:
+    """Say whether a step was short and not steep, and all of its gradients are safe.
+
+    Its result is then what is to be written, and the next rule is called without any other look.
+    """
+    if not isinstance(length, Length) or not length.limit <= 1:
+        return False
+    if reader.overflowed or isinstance(lr, Tensor):
+        return False
+    safe = LARGEST_SAFE[grad.dtype]
+    if length.steepness is None:
+        return length.inner is None and float(torch.linalg.vector_norm(grad)) <= safe
+    most = abs(lr) * safe
+    return length.steepness <= min(STEEP, most) and length.limit <= most * most
+
+
+def _commit(
+    task: Task,
+    move: Move,
+    stored: Tensor,
+    ok: Tensor | None = None,
+    index: Tensor | None = None,
+    unsafe: Sequence[int] = (),
+    verdict: Tensor | None = None,
+) -> None:
+    """Write what a rule returned; what an exception interrupts is completed."""
+    batch, lr, new_X, new = task.batch, task.options.lr, *move[:2]
+    length: Any = move[2]
 
     def write() -> None:
-        _write_state(batch.state, new, state, index, ok)
-        if is_moving:
-            batch.write(task.tensors, new_X, chosen, stored, ok)
+        _write_state(batch.state, new, index, ok)
+        if isinstance(lr, Tensor) or lr != 0:  # else no bit changes
+            batch.write(task.tensors, new_X, task.chosen, stored, ok)
         moved = [place for place in task.places if place not in unsafe] if unsafe else task.places
         task.done[batch] = moved, verdict
 
     try:
         write()
-    except BaseException:  # an interrupted write is completed
+    except BaseException:
         write()
         raise
+    is_long = False
     if isinstance(length, Length):
-        length = Length(*length[:3])  # inner may be large
+        is_long, length = batch.now is not None and length.limit > 1, length[:3]
     batch.last = LastStep(task.places, length, ok)
-    is_long = reads and isinstance(length, Length) and length.limit > 1
     batch.long_steps = batch.long_steps + 1 if is_long else 0
-    return unsafe, overflowed
 
 
-def _write_state(
-    whole: Tensors, new: Tensors, old: Tensors, index: Tensor | None, ok: Tensor | None
-) -> None:
+def _write_state(whole: Tensors, new: Tensors, index: Tensor | None, ok: Tensor | None) -> None:
     """Write the new state of the matrices of an index, as far as they are ``ok``; None: all."""
     if isinstance(new, Packed) and isinstance(whole, Packed):
         if ok is None:
@@ -394,12 +437,12 @@ def _write_state(
         torch._foreach_copy_([whole[name] for name in new], list(new.values()))
     else:
         for name, tensor in new.items():
-            before = old[name]  # a rule may return a wider dtype
+            old = whole[name]  # a rule may return a wider dtype
             if index is None:
-                torch.where(ok, tensor.to(before.dtype), before, out=whole[name])  # type: ignore[arg-type]
+                torch.where(ok, tensor.to(old.dtype), old, out=old)  # type: ignore[arg-type]
             else:  # what is written has no name, so that it is freed at once
-                kept = tensor if ok is None else torch.where(ok, tensor, before)
-                whole[name][index] = kept.to(before)
+                kept = tensor if ok is None else torch.where(ok, tensor, old[index])
+                old[index] = kept.to(old)
 
 
 def _new_point(
@@ -521,24 +564,10 @@ def _scaled(
     """Return what is to be stored; where the scale is learned, what overflowed as it was."""
     if not task.batch.learns_scale:
         return new_X * scale
+    if task.batch.in_float16:  # what the weight can hold, whose master is of float32
+        scale = scale.clamp(max=torch.finfo(torch.float16).max)  # type: ignore[union-attr]
     scaled = new_X.mul_(scale)  # in place: only rules that say so learn a scale
     return scaled if overflowed is None else torch.where(overflowed, stored, scaled)
-
-
-def _is_bounded(length: Length | Tensor | float, task: Task, reader: Reader) -> bool:
-    """Say whether a rule bounds its step by a number that is not finite where a gradient is not.
-
-    Where numbers may be read, whether all gradients are safe by that.
-    """
-    if not isinstance(length, Length):
-        return False
-    if not reader.is_exact:
-        return length.bound is not None
-    lr = task.options.lr
-    if length.steepness is None or isinstance(lr, Tensor):
-        return False
-    most = abs(lr) / task.batch.scale * LARGEST_SAFE[task.grads[0].dtype]
-    return length.steepness <= most and length.limit <= most * most
 
 
 def _sound(
@@ -568,8 +597,7 @@ def _judge(
     weight in place of these.
     """
     batch, limit, reads = task.batch, LARGEST_SAFE[grad.dtype], reader.is_exact
-    is_bounded = batch.bounded_by is task.options.rule
-    is_bounded |= batch.is_joint and not reads
+    is_bounded = not reads and (batch.is_joint or batch.bounded_by is task.options.rule)
     if task.options.nonfinite != "skip" or is_bounded:
         return task.ok, math.inf, [], None
     if reads:

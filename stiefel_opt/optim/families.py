@@ -97,7 +97,7 @@ def _scaled(
     step: Scalar,
     **options: Any,
 ) -> Any:
-    """Multiply the gradient of the ``first`` step and of those ``later``."""
+    """Multiply the gradient by ``first`` in the first step, and by ``later`` from then on."""
     if isinstance(step, Tensor):
         G = G * torch.where(step == 1, X.new_tensor(first), X.new_tensor(later))
     else:

@@ -64,7 +64,6 @@ _LONG: Final = math.pi / 4
 _CORRECTION_PERIOD: Final = 8
 _LAST_COUNT: Final = 2.0**24  # float32 counts no further
 
-_ROWS = operator.attrgetter("rows")
 _GRAD = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _TAG, _NONE = itertools.repeat("manifold"), itertools.repeat(None)
@@ -75,12 +74,12 @@ def step_all(optimizer: Any) -> None:
     """Look at the gradients of every group, then move every group."""
     if len(optimizer._indices) != len(optimizer.param_groups):
         optimizer._count_groups()
-    groups, plain = optimizer.param_groups, []
-    for place, group in enumerate(groups):
-        plain.append(_prepare(optimizer, place, group))
-    for group, parameters in zip(groups, plain, strict=True):
-        if parameters:
-            optimizer._move_plain(group, parameters)
+    groups = optimizer.param_groups
+    plain = [_prepare(optimizer, place, group) for place, group in enumerate(groups)]
+    if any(plain):
+        for group, parameters in zip(groups, plain, strict=True):
+            if parameters:
+                optimizer._move_plain(group, parameters)
     move_constrained(optimizer, [group["lr"] for group in groups])
 
 
@@ -123,11 +122,11 @@ def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
             continue
         if index.options.lr is not lr:
             index.options = index.options._replace(lr=checks.usable_lr(lr))
-        options = index.options
-        if any(map(_ROWS, index.device_groups)):  # not kept: it may hold the optimizer
-            rule_of_rows = partial(step_rows, optimizer._step_plain, group)
-            options = options._replace(move_rows=rule_of_rows)
         for weights, capture in zip(index.device_groups, index.captures, strict=True):
+            options = index.options
+            if weights.rows:  # not kept: it may hold the optimizer
+                rule_of_rows = partial(step_rows, optimizer._step_plain, group)
+                options = options._replace(move_rows=rule_of_rows)
             with exact_products(weights.steps):
                 turning = (capture or weights).step(options)
             if weights.unsafe or weights.overflowed:
@@ -141,6 +140,12 @@ def move_constrained(optimizer: Any, lrs: Sequence[float | Tensor]) -> None:
         checks.refuse_overflow(missed[True][0], optimizer.param_groups)
 
 
+def _found_in(group: Group) -> list[Any]:
+    """Return the parameters of a group and their tags."""
+    params = group["params"]
+    return [group["stiefel"], *params, *map(getattr, params, _TAG, _NONE)]
+
+
 class GroupIndex:
     """Which parameters of a group are plain, and which are constrained and have state.
 
@@ -149,15 +154,13 @@ class GroupIndex:
     """
 
     def __init__(self, optimizer: Any, group: Group) -> None:
-        self._params = list(group["params"])
-        self._tags = list(map(getattr, self._params, _TAG, _NONE))
+        params, self._found = list(group["params"]), _found_in(group)
         self.device_groups: list[DeviceGroup] = []
         self.captures: list[Any] = []
-        self._stiefel = group["stiefel"]
-        mark_unconstrained(self._params, self._stiefel is False)
+        mark_unconstrained(params, group["stiefel"] is False)
         self._bind(optimizer, group)
-        self.readings = [checks.reading(parameter, group) for parameter in self._params]
-        checks.check_shapes(self._params, self.readings, optimizer.param_groups)
+        self.readings = [checks.reading(parameter, group) for parameter in params]
+        checks.check_shapes(params, self.readings, optimizer.param_groups)
         checks.check_learned_scale(group, optimizer)
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
@@ -180,16 +183,12 @@ class GroupIndex:
             self._bind(optimizer, group)
             if declared != self.declared:
                 return False
-        params = group["params"]
-        if (
-            len(params) != len(self._params)
-            or not all(map(operator.is_, params, self._params))
-            or not all(map(operator.is_, map(getattr, params, _TAG, _NONE), self._tags))
-            or group["stiefel"] is not self._stiefel
-        ):
-            return False
-        states = itertools.repeat(optimizer.state)
-        return all(map(DeviceGroup.is_intact, self.device_groups, states))
+        found, states = _found_in(group), itertools.repeat(optimizer.state)
+        return (
+            len(found) == len(self._found)
+            and all(map(operator.is_, found, self._found))
+            and all(map(DeviceGroup.is_intact, self.device_groups, states))
+        )
 
     def plain_with_gradient(self, optimizer: Any, group: Group) -> list[Tensor]:
         """Return the plain parameters that move; raise for gradients that cannot be used."""
@@ -363,10 +362,15 @@ class DeviceGroup:
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
+        local = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
+        return self._versions(), list(map(self._address, local))
+
+    def _versions(self) -> list[int]:
+        """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
+        own = list(map(_VERSION, self.parameters))
         if not self.is_shared:
-            return list(map(_VERSION, self.parameters)), list(map(self._address, self.parameters))
-        local = list(map(local_part, self.parameters))
-        return _versions_of(self.parameters, is_shared=True), list(map(self._address, local))
+            return own
+        return list(map(operator.add, own, map(_VERSION, map(local_part, self.parameters))))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients; processes that share one agree."""
@@ -427,8 +431,7 @@ class DeviceGroup:
             follow_(whole, torch.stack([weight.local() for weight in members]))
         if self.reads:
             counts = self.steps.tolist()
-            is_one = min(counts) == max(counts)
-            self._numbers = float(counts[0] + 1.0) if is_one else self.steps + 1.0
+            self._numbers = counts[0] + 1.0 if len(set(counts)) == 1 else self.steps + 1.0
         moved: Moved = {}
         turning: list[Tensor] = []
         overflows: list[tuple[list[int], Tensor]] = []
@@ -546,8 +549,7 @@ class DeviceGroup:
 
     def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
         """Note the versions of parameters that have moved: their values are on the manifold."""
-        versions = _versions_of(self.parameters, is_shared=self.is_shared)
-        earlier, self._seen = self._seen, (versions, self._now[1])
+        earlier, self._seen = self._seen, (self._versions(), self._now[1])
         if moved is self._all and not (self._changed and gained is not None):
             return
         self._seen, skipped = (self._seen[0], list(self._seen[1])), self._skipped
@@ -605,14 +607,6 @@ def _counted(weights: DeviceGroup, moved: set[int]) -> Tensor | float:
 def _is_due(number: float) -> bool:
     """Say whether a step removes rounding: every one does where the count stands still."""
     return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
-
-
-def _versions_of(parameters: list[Tensor], *, is_shared: bool) -> list[int]:
-    """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
-    own = list(map(_VERSION, parameters))
-    if not is_shared:
-        return own
-    return list(map(operator.add, own, map(_VERSION, map(local_part, parameters))))
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:

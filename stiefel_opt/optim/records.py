@@ -24,8 +24,8 @@ class Records:
     """Tags, readings and counts of skipped steps, by parameter.
 
     Attributes:
-        made_by: The reading by which state was made, None: as that of a plain parameter; and how it
-            was declared.
+        made_by: The reading by which state was made, or None for a plain parameter, and how the
+            state was declared.
         reported: How many skipped steps warnings have named.
         of_graphs: What all captured steps have in common.
     """

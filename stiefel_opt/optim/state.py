@@ -237,7 +237,7 @@ def point_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def follow_(master: Tensor, value: Tensor) -> None:
-    """Let masters take the values that somebody else wrote into their parameters.
+    """Let masters take the values that were written into their parameters.
 
     Keep the master where the parameter still equals its rounding.
     """

@@ -292,7 +292,7 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
 
 
 def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, is_said: bool) -> bool:
-    """Say whether a weight is that of a convolution; raise where it must be of one's own module."""
+    """Say whether a weight is a kernel of torch; raise if it seems to be another module's."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
     if not is_said and shape[-2:] == (1, 1) and shape.numel() > 1:

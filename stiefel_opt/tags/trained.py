@@ -50,9 +50,15 @@ def looks_trained(value: Tensor, reading: Stiefel) -> bool:
 
 
 def _is_multiple(value: Tensor, reading: Stiefel) -> bool:
-    """Say whether all matrices are multiples of orthonormal ones, as each column by itself is."""
-    widths = [points.size(-1) for points in reading.points(value)]
-    return max(widths) > 1 and not is_far(float(largest_error(widened(value), reading)), value)
+    """Say whether all matrices are multiples of orthonormal ones, but not orthonormal themselves.
+
+    A column by itself always is one, and what is orthonormal may be an initialisation.
+    """
+    if max(points.size(-1) for points in reading.points(value)) == 1:
+        return False
+    readings = reading, replace(reading, scale=1.0, learn_scale=False)
+    errors = (float(largest_error(widened(value), each)) for each in readings)
+    return [is_far(error, value) for error in errors] == [False, True]
 
 
 def _is_written(value: Tensor) -> bool:
@@ -166,7 +172,7 @@ class FirstPoints:
 
 @torch.no_grad()
 def _outlier(parameter: Tensor, reading: Stiefel) -> float:
-    """Return the largest singular value over that of independent entries of the same spread."""
+    """Return the largest singular value over the one that independent entries would have."""
     largest_ratio = 0.0
     whole = replace(reading, heads=None)  # blocks have one initialisation
     for index, part in enumerate(whole.parts(parameter)):

@@ -66,7 +66,7 @@ def warn_of_batches(module: nn.Module, asked: Mapping[str, Stiefel]) -> None:
 def unsaid_batches(
     module: nn.Module, weights: Iterable[tuple[str, tuple[int, ...], Stiefel]]
 ) -> dict[str, list[str]]:
-    """Return what to do about batches that nobody asked for, and the names of each kind."""
+    """Return what to do about batches that were not asked for, and the names of each kind."""
     found: dict[str, list[str]] = {}
     for name, shape, reading in weights:
         owner = module.get_submodule(name.rpartition(".")[0])

@@ -127,7 +127,7 @@ class _Watched(dict[str, Any]):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
+        """Return the attributes of a copy or pickle, whose parameters are to be checked."""
         return {**self.__dict__, "schedules": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

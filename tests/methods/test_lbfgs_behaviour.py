@@ -202,7 +202,8 @@ def test_frozen_parameters_keep_their_bits() -> None:
 def test_a_start_that_is_not_finite_changes_nothing(what: str, nonfinite: str) -> None:
     problem = Problem(nonfinite=nonfinite)
     problem.step()
-    before, steps = problem.values(), problem.optimizer.state[problem.plain]["steps"].clone()
+    before, memory = problem.values(), problem.optimizer.state[problem.plain]
+    last = memory["last_step"].clone()
 
     def spoilt(_: int, loss: Tensor) -> Tensor:
         if what == "gradient":
@@ -218,7 +219,7 @@ def test_a_start_that_is_not_finite_changes_nothing(what: str, nonfinite: str) -
         with pytest.raises(ValueError, match=f"`{named}` must be finite"):
             problem.step()
     assert equal(problem.values(), before)
-    assert torch.equal(problem.optimizer.state[problem.plain]["steps"], steps)
+    assert torch.equal(memory["last_step"], last)
     skipped = problem.optimizer.skipped_steps()
     assert what == "loss" or skipped == {"parameter 1 of group 0": 1}
     problem.spoilt = unspoilt
