@@ -170,8 +170,7 @@ def projection_robust_wasserstein(
     published = optimizer is not None and sinkhorn_iterations is not None
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
-        if published:  # y before x
-            clouds = replace(read_clouds(y, x, b, a), model=x)
+        clouds = replace(read_clouds(y, x, b, a), model=x) if published else clouds
     k = check_integer("k", k, 1, clouds.dimension)
     counts = {"sinkhorn_iterations": sinkhorn_iterations, "max_products": max_products}
     _check_options(reg, max_iter, tol, restarts, counts, progress, optimizer)
