@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         f"{option} of {of}": (
             lambda saved, of=of, change=(option, value): with_reading(saved, of, **dict([change])),
             ValueError,
-            rf"`reading of {of}` must be the saved one, Stiefel\(.*{option}={value}.*; constrain it",
+            rf"`reading of {of}` must be the saved one, Stiefel\(.*{option}={value}.*; constrain",
         )
         for of, option, value in READ
     },
