@@ -171,6 +171,7 @@ class Batch:
         self.state = stack.state_of(slice(low, low + count))  # views
         first, reading = self.blocks[0], self.blocks[0].reading
         self.scale, self.learns_scale = reading.scale, reading.learn_scale
+        self.in_float16 = any(block.weight.dtype == torch.float16 for block in self.blocks)
         self.determinant = reading.determinant
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = HostReader() if stack.reads else None, LaggedReader()
@@ -580,6 +581,8 @@ def _scaled(
     """Return what is to be stored; where the scale is learned, what overflowed as it was."""
     if not task.batch.learns_scale:
         return new_X * scale
+    if task.batch.in_float16:  # what the weight can hold, whose master is of float32
+        scale = scale.clamp(max=torch.finfo(torch.float16).max)  # type: ignore[union-attr]
     scaled = new_X.mul_(scale)  # in place: only rules that say so learn a scale
     return scaled if overflowed is None else torch.where(overflowed, stored, scaled)
 

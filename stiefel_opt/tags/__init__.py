@@ -28,7 +28,6 @@ from stiefel_opt.tags.parameter import recalled as recalled
 from stiefel_opt.tags.parameter import was_released as was_released
 from stiefel_opt.tags.points import check_phase as check_phase
 from stiefel_opt.tags.points import largest_error as largest_error
-from stiefel_opt.tags.points import mean_singular_value as mean_singular_value
 from stiefel_opt.tags.points import nearest as nearest
 from stiefel_opt.tags.points import random_point as random_point
 from stiefel_opt.tags.points import reading_of as reading_of

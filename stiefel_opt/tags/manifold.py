@@ -69,7 +69,8 @@ class Stiefel:
             Dimensions that neither names are a batch.
 
     Raises:
-        ValueError: for heads, rows or dimensions that cannot be, overlapping ones, or scale <= 0.
+        ValueError: for heads, rows or dimensions that cannot be, overlapping ones, scale <= 0, or a
+            learned scale outside of [1e-10, 1e10].
             With a tensor, where several dimensions count the rows, for ``heads`` and ``rows``.
         TypeError: for heads, rows or dimensions that are no ``int``, such as numpy's, flags that
             are no ``bool``, and a scale that is neither ``int`` nor ``float``.
@@ -112,6 +113,9 @@ class Stiefel:
             raise TypeError(fail("scale", "be a positive number", repr(self.scale)))
         if not (self.scale > 0 and math.isfinite(self.scale)):
             raise ValueError(fail("scale", "be positive and finite", self.scale))
+        if self.learn_scale and not 1e-10 <= self.scale <= 1e10:  # float32 squares g and slopes
+            remedy = "constrain it without learn_scale"
+            raise ValueError(fail("scale", "be in [1e-10, 1e10] to be learned", self.scale, remedy))
         object.__setattr__(self, "scale", float(self.scale))
         check_determinant(self.determinant)
 

@@ -50,9 +50,15 @@ def looks_trained(value: Tensor, reading: Stiefel) -> bool:
 
 
 def _is_multiple(value: Tensor, reading: Stiefel) -> bool:
-    """Say whether all matrices are multiples of orthonormal ones, as each column by itself is."""
-    widths = [points.size(-1) for points in reading.points(value)]
-    return max(widths) > 1 and not is_far(float(largest_error(widened(value), reading)), value)
+    """Say whether all matrices are multiples of orthonormal ones, but not orthonormal themselves.
+
+    A column by itself always is one, and what is orthonormal may be an initialisation.
+    """
+    if max(points.size(-1) for points in reading.points(value)) == 1:
+        return False
+    readings = reading, replace(reading, scale=1.0, learn_scale=False)
+    errors = (float(largest_error(widened(value), each)) for each in readings)
+    return [is_far(error, value) for error in errors] == [False, True]
 
 
 def _is_written(value: Tensor) -> bool:

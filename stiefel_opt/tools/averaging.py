@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from stiefel_opt.tags import (
     has_left,
     maps_of,
     mark_maps,
-    mean_singular_value,
     readings,
     reread,
     to_nearest_,
@@ -46,12 +45,8 @@ class ProjectedAverage(swa_utils.AveragedModel):
         Raises:
             ValueError: for values that are not finite, naming the parameter.
         """
-        found = readings(model)
-        super().update_parameters(model)
-        for average, source in zip(maps_of(self.module), maps_of(model), strict=False):
-            for old, new in zip(average.buffers(), source.buffers(), strict=False):
-                old.copy_(new)  # of a base there is no mean
-        pairs = zip(readings(self.module).items(), found.values(), strict=False)
+        averages: list[tuple[Tensor, Stiefel, str, list[Tensor]]] = []
+        pairs = zip(readings(self.module).items(), readings(model).values(), strict=False)
         for (name, (parameter, known)), (source, reading) in pairs:
             if reading is None and not was_released(source):  # a copy without tags, perhaps
                 reading = known
@@ -61,7 +56,34 @@ class ProjectedAverage(swa_utils.AveragedModel):
             if reading and has_left(source, reading):
                 parameter.is_unconstrained = True  # type: ignore[attr-defined]
             elif reading and has_values(parameter):
-                _settle(parameter, reading, name)
+                means = self._mean_scales(parameter, source, reading)
+                averages.append((parameter, reading, name, means))
+        super().update_parameters(model)
+        for average, other in zip(maps_of(self.module), maps_of(model), strict=False):
+            for old, new in zip(average.buffers(), other.buffers(), strict=False):
+                old.copy_(new)  # of a base there is no mean
+        for each in averages:
+            _settle(*each)
+
+    @torch.no_grad()
+    def _mean_scales(self, average: Tensor, source: Tensor, reading: Stiefel) -> list[Tensor]:
+        """Return the averages of the learned scales of each range; none of a fixed one."""
+        if not reading.learn_scale:
+            return []
+        means, new = (
+            [
+                reading.scale_of(widened(reading.matrices(part, index)))
+                for index, part in enumerate(reading.parts(tensor))
+            ]
+            for tensor in (average, source.to(average))
+        )
+        if self.n_averaged == 0:
+            return new
+        count = self.n_averaged.to(average.device)
+        if self.multi_avg_fn is None:
+            return [mean + (own - mean) / (count + 1) for mean, own in zip(means, new, strict=True)]
+        self.multi_avg_fn(means, new, count)
+        return means
 
 
 def averaged(
@@ -77,8 +99,9 @@ def averaged(
 
     .. math:: \bar X \leftarrow \mathrm{polar}(d \bar X + (1 - d) X)
 
-    with d = ``decay``, or :math:`d = t / (t + 1)` in update t. Plain weights are averaged as
-    torch does it. Use the result as any ``AveragedModel``: call it, or take its ``module``.
+    with d = ``decay``, or :math:`d = t / (t + 1)` in update t. Plain weights, and scales that are
+    learned, are averaged as torch does it. Use the result as any ``AveragedModel``: call it, or
+    take its ``module``.
 
     Args:
         model: The model, copied here. Tags, heads, ranges of rows, convolutions and scales are
@@ -142,17 +165,20 @@ class _MovingAverage:
 
 
 @torch.no_grad()
-def _settle(average: Tensor, reading: Stiefel, name: str) -> None:
-    """Bring an average onto the manifold: that of near points is near it."""
+def _settle(average: Tensor, reading: Stiefel, name: str, scales: list[Tensor]) -> None:
+    """Bring an average onto the manifold, with these scales where they are learned."""
     for index, part in enumerate(reading.parts(average)):
         matrices = widened(reading.matrices(part, index))
-        scale: Any = reading.scale_of(matrices)
+        scale = reading.scale_of(matrices)
         point = matrices / scale
         error = gram_error(point)[..., None, None]
         is_off = error > orthonormality_tolerance(average.dtype, point.size(-2))
-        factor = newton_schulz(point, _CORRECTIONS)
-        if reading.learn_scale:
-            scale = scale * mean_singular_value(point, factor)
-        settled = torch.where(is_off & (error < 1), scale * factor, matrices)
+        factor = scale * newton_schulz(point, _CORRECTIONS)  # that of near points is near them
+        settled = torch.where(is_off & (error < 1), factor, matrices)
         part.copy_(reading.stored(settled, part.shape, index))
     to_nearest_(average, reading, name)  # decomposes matrices that are still off
+    for index, mean in enumerate(scales):
+        part = reading.parts(average)[index]
+        matrices = widened(reading.matrices(part, index))
+        settled = matrices * (mean / reading.scale_of(matrices))
+        part.copy_(reading.stored(settled, part.shape, index))

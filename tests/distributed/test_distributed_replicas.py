@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -44,13 +45,16 @@ def same_as_alone(name, net, alone):
     assert_equal_on_all(list(net.parameters()))
 
 
-def train_replicas(name, pieces):
+def train_replicas(name, pieces, shares_state=False):
     """Accumulate ``pieces`` backward passes a step, all but the last without communication."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
     rule, options = OPTIMIZERS[name]
     net = model().double()
     alone = copy.deepcopy(net)
     replica = DistributedDataParallel(net)
-    opt, alone_opt = rule(net.parameters(), **options), rule(alone.parameters(), **options)
+    kind = partial(ZeroRedundancyOptimizer, optimizer_class=rule) if shares_state else rule
+    opt, alone_opt = kind(net.parameters(), **options), rule(alone.parameters(), **options)
     for step in range(STEPS):
         opt.zero_grad()
         alone_opt.zero_grad()
@@ -62,6 +66,22 @@ def train_replicas(name, pieces):
         opt.step()
         alone_opt.step()
     same_as_alone(name, net, alone)
+    if shares_state:
+        share_state(name, net, opt, alone_opt)
+
+
+def share_state(name, net, opt, alone_opt):
+    """Each process keeps some of it; the first one is sent all."""
+    kept = {id(p) for p in net.parameters()} & {id(p) for p in opt.optim.state}
+    assert 0 < len(kept) < len(list(net.parameters()))
+    opt.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        whole = opt.state_dict()["state"]
+        for index, state in alone_opt.state_dict()["state"].items():
+            for key, value in state.items():
+                torch.testing.assert_close(
+                    whole[index][key], value, rtol=0, atol=TABLE[name].rounding
+                )
 
 
 def keep_bits(name, steps):
@@ -78,35 +98,6 @@ def keep_bits(name, steps):
             assert_equal_on_all([*net.parameters(), *state])
 
 
-def share_state(name):
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
-
-    rule, options = OPTIMIZERS[name]
-    net = model().double()
-    alone = copy.deepcopy(net)
-    replica = DistributedDataParallel(net)
-    opt = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=rule, **options)
-    alone_opt = rule(alone.parameters(), **options)
-    for step in range(STEPS):
-        opt.zero_grad()
-        alone_opt.zero_grad()
-        loss_of(replica, shares(batch(step), 1)[0]).backward()
-        loss_of(alone, batch(step)).backward()
-        opt.step()
-        alone_opt.step()
-    same_as_alone(name, net, alone)
-    kept = {id(p) for p in net.parameters()} & {id(p) for p in opt.optim.state}
-    assert 0 < len(kept) < len(list(net.parameters()))
-    opt.consolidate_state_dict(to=0)
-    if dist.get_rank() == 0:
-        whole = opt.state_dict()["state"]
-        for index, state in alone_opt.state_dict()["state"].items():
-            for key, value in state.items():
-                torch.testing.assert_close(
-                    whole[index][key], value, rtol=0, atol=TABLE[name].rounding
-                )
-
-
 def test_replicas_train_as_one_process_and_stay_equal_to_the_bit():
     """Also with accumulated gradients."""
     calls = [(train_replicas, *row) for row in in_turn(RULES, [1, 2])]
@@ -114,7 +105,7 @@ def test_replicas_train_as_one_process_and_stay_equal_to_the_bit():
 
 
 def test_sharing_the_state_of_the_optimizer_trains_as_one_process():
-    run(RANKS, *((share_state, name) for name in RULES))
+    run(RANKS, *((train_replicas, name, 1, True) for name in RULES))
 
 
 @pytest.mark.slow

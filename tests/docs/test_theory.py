@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from cases import pairwise
+from held import Calls
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 from stiefel_opt.methods import spectral_direction
@@ -605,31 +605,15 @@ def test_six_products(a: float, generator: Source) -> None:
         torch.testing.assert_close(state, (X, Z, B @ L - X @ N), rtol=0, atol=1e-12)
 
 
-class TallProducts(TorchDispatchMode):
-    """Counts products of n x m by m x m and of m x n by n x m, of one or several matrices."""
-
-    def __init__(self, n: int, m: int) -> None:
-        super().__init__()
-        self.n, self.flops, self.count = n, n * m * m, 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if func.overloadpacket.__name__.rstrip("_") in {"mm", "bmm", "addmm", "baddbmm"}:
-            left, right = (x.shape for x in args[-2:])
-            if self.n in {*left[-2:], right[-1]}:
-                self.count += math.prod(left) * right[-1] / self.flops
-        return func(*args, **(kwargs or {}))
-
-
 def counted(optimizer: Any, weight: Tensor, slope: Callable[[Tensor], Tensor]) -> list[float]:
     """The tall products of the last 17 of 60 steps. Every eighth step corrects rounding."""
-    counts = []
+    counts, (n, m) = [], weight.shape
     for _ in range(60):
         weight.grad = slope(weight.detach())
-        with TallProducts(*weight.shape) as tall:
+        with Calls() as calls:
             optimizer.step()
-        counts.append(tall.count)
+        tall = [(x, y) for x, y in calls.products if n in {*x[-2:], y[-1]}]
+        counts.append(sum(math.prod(x) * y[-1] for x, y in tall) / (n * m * m))
     return counts[-17:]
 
 

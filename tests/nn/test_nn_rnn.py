@@ -318,25 +318,19 @@ def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectiona
 
 
 @some_transitions
-def test_copies_and_checkpoints_compute_the_same(options, generator):
-    module = OrthogonalRNN(INPUT, HIDDEN, num_layers=2, **options)
+def test_copies_checkpoints_and_the_generator(options, generator):
+    module, same, other = (
+        OrthogonalRNN(
+            INPUT, HIDDEN, num_layers=2, generator=torch.Generator().manual_seed(seed), **options
+        )
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(module.weight_hh_l0, same.weight_hh_l0)
+    assert not torch.allclose(module.weight_hh_l0, other.weight_hh_l0)
     inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator)
-    expected = module(inputs)
-    torch.testing.assert_close(copy.deepcopy(module)(inputs), expected, rtol=0, atol=0)
-    other = OrthogonalRNN(INPUT, HIDDEN, num_layers=2, **options)
     other.load_state_dict(module.state_dict())
-    torch.testing.assert_close(other(inputs), expected, rtol=0, atol=0)
-
-
-@some_transitions
-def test_the_start_is_drawn_from_the_generator(options):
-    def weight(seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        module = OrthogonalRNN(INPUT, HIDDEN, generator=generator, **options)
-        return module.weight_hh_l0.detach()
-
-    assert torch.equal(weight(1), weight(1))
-    assert not torch.allclose(weight(1), weight(2))
+    for twin in (copy.deepcopy(module), other):
+        torch.testing.assert_close(twin(inputs), module(inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -100,42 +100,35 @@ class Both:
 # ---- sets of gradients ---------------------------------------------------------------------------
 
 
-# Parameters without a gradient, in each step; the first one is eager.
+# Parameters without a gradient, in each step; the first one is eager but with groups.
 SETS = {  # a bias that is left out leaves no other one paired with its gradient
     "appears later": [(1, 3), (1, 3), (1,), (), ()],
     "becomes None": [(), (), (2,), (0, 3), ()],
+    "groups with rates of their own": [()] * 4,
     "comes and goes": [(1,), (1,), (), (0, 3), ()],
 }
+
+
+def two_groups(params: list[Any]) -> list[Any]:
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 1e-3}]
 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        *((case, "eager") for case in list(SETS)[:2]),
+        *((case, "eager") for case in list(SETS)[:3]),
         pytest.param("comes and goes", "inductor", marks=slow),
     ],
 )
 @some_rules
 def test_gradients_may_come_and_go(name: str, case: str, backend: str) -> None:
     """Unfrozen layers, experts reached for the first time: as torch's compiled SGD does."""
-    both = Both(name, weight_decay=0)
+    in_groups = case.startswith("groups")
+    both = Both(name, groups=two_groups if in_groups else list, weight_decay=0)
     for step, without in enumerate(SETS[case]):
-        if step == 1:
+        if step == (not in_groups):
             both.compile(backend=backend)
         both.step(step, without)
-
-
-@some_rules
-def test_groups_keep_their_state_without_an_eager_step_before(name: str) -> None:
-    """Each group has momentum and a rate of its own from the first step on, which is compiled."""
-    both = Both(
-        name,
-        groups=lambda p: [{"params": p[::2]}, {"params": p[1::2], "lr": 1e-3}],
-        weight_decay=0,
-    )
-    both.compile()
-    for step in range(4):
-        both.step(step)
 
 
 @slow
@@ -191,57 +184,42 @@ def test_raise_lets_nothing_in(name: str, position: int) -> None:
     both.step(4)
 
 
-# ---- rates ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=slow)])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sgd", {}),
-        *(pytest.param(name, {}, marks=slow) for name in RULES[1:]),
-        pytest.param("sgd", {"nesterov": True, "metric": 0.3}, marks=slow),
-        pytest.param("sgd", {"metric": "euclidean", "momentum": 0.0}, marks=slow),
-    ],
-)
-def test_a_schedule_may_change_a_rate_that_is_a_float(
-    name: str, options: dict[str, Any], fullgraph: bool
-) -> None:
-    both = Both(name, weight_decay=0, **options)
-    both.step(0)
-    both.compile(fullgraph=fullgraph)
-    schedules = [
-        torch.optim.lr_scheduler.CosineAnnealingLR(rule, 8) for rule in (both.opt, both.eager)
-    ]
-    for step in range(1, 6):
-        both.step(step)
-        for schedule in schedules:
-            schedule.step()
-
-
 # ---- other options, and tags ---------------------------------------------------------------------
 
 
+RATES = (0.05, 0.04, 0.02, 0.01, 0.001)
+
+
 @pytest.mark.parametrize(
-    ("name", "option", "values"),
+    ("name", "option", "values", "own"),
     [
-        ("sgd", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9)),
-        ("adam", "betas", ((0.5, 0.99), (0.6, 0.98), (0.7, 0.97), (0.8, 0.96), (0.9, 0.95))),
-        pytest.param("adam", "radius", (1.0, 2.0, 3.0, 4.0, 5.0), marks=slow),
-        pytest.param("adam", "amsgrad", (False, False, True, True, False), marks=slow),
-        ("adamw", "weight_decay", (0.1, 1.0, 2.0, 4.0, 8.0)),
         *(
-            pytest.param(name, "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), marks=slow)
+            pytest.param(name, "lr", RATES, {}, marks=slow if name != "sgd" else ())
+            for name in RULES
+        ),
+        pytest.param("sgd", "lr", RATES, {"nesterov": True, "metric": 0.3}, marks=slow),
+        pytest.param("sgd", "lr", RATES, {"metric": "euclidean", "momentum": 0.0}, marks=slow),
+        ("sgd", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), {}),
+        ("adam", "betas", ((0.5, 0.99), (0.6, 0.98), (0.7, 0.97), (0.8, 0.96), (0.9, 0.95)), {}),
+        pytest.param("adam", "radius", (1.0, 2.0, 3.0, 4.0, 5.0), {}, marks=slow),
+        pytest.param("adam", "amsgrad", (False, False, True, True, False), {}, marks=slow),
+        ("adamw", "weight_decay", (0.1, 1.0, 2.0, 4.0, 8.0), {}),
+        *(
+            pytest.param(name, "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), {}, marks=slow)
             for name in RULES
             if TABLE[name].may_forget
         ),
-        pytest.param("sgd", "nonfinite", ("skip", "ignore", "raise", "skip", "skip"), marks=slow),
+        pytest.param(
+            "sgd", "nonfinite", ("skip", "ignore", "raise", "skip", "skip"), {}, marks=slow
+        ),
     ],
 )
-def test_an_option_may_change_in_every_step(name: str, option: str, values: Any) -> None:
+def test_an_option_may_change_in_every_step(
+    name: str, option: str, values: Any, own: dict[str, Any]
+) -> None:
     """The compiler looks at the first change, and takes numbers for variables from then on."""
-    both = Both(name, **({} if option == "weight_decay" else {"weight_decay": 0}))
-    both.compile()
+    both = Both(name, **own, **({} if option == "weight_decay" else {"weight_decay": 0}))
+    both.compile(fullgraph=option == "lr")
     for step, value in enumerate(values):
         for rule in (both.opt, both.eager):
             rule.param_groups[0][option] = value

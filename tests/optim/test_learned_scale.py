@@ -265,6 +265,38 @@ def test_a_weight_made_on_the_meta_device_begins_at_its_start() -> None:
     assert float(g_of(layer.weight)) == pytest.approx(2.0, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("start", [1e-10, 1e10])
+def test_the_least_and_the_largest_start_are_trained_in_float32(name: str, start: float) -> None:
+    rule, options = RULES[name]
+    parameter = so.ManifoldParameter(torch.randn(32, 8), so.Stiefel(learn_scale=True, scale=start))
+    opt = rule([parameter], scale_pull=0.0, **options)
+    for step in range(
+        24
+    ):  # the loss is of W over its start: as steep as that of an ordinary weight
+        opt.param_groups[0]["lr"] = options["lr"] * (
+            start**2 if TABLE[name].proportional else start
+        )
+        target = (3.0, 0.1)[step % 2]
+        parameter.grad = (parameter.detach() / start * (1 - target)) / start
+        opt.step()
+        check_sound(parameter, start)
+    assert float(g_of(parameter)) != pytest.approx(start, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_scale_stays_below_what_float16_can_hold(name: str) -> None:
+    rule, options = RULES[name]
+    point = torch.eye(8, 4, dtype=torch.float16)
+    reading = so.Stiefel(learn_scale=True, scale=2e4)
+    parameter = so.ManifoldParameter(2e4 * point, reading)
+    opt = rule([parameter], scale_pull=0.0, **{**options, "lr": 1e4})
+    for _ in range(300):
+        parameter.grad = -point  # along g alone
+        opt.step()
+    torch.testing.assert_close(parameter.detach(), torch.finfo(torch.float16).max * point)
+
+
 def test_a_gradient_that_is_not_finite_leaves_scale_and_state() -> None:
     ours, other = weight("tall"), weight("tall")
     opt = so.StiefelAdamW([ours, other], lr=0.01)
@@ -404,8 +436,10 @@ def test_a_trained_weight_that_is_constrained_again_keeps_its_scales(layout: str
     assert float(scales(mended, reading)[0]) == pytest.approx(mended.manifold.scale, rel=near)
 
 
-def test_a_fresh_weight_of_vectors_is_not_taken_for_a_trained_one() -> None:
+def test_vectors_and_orthogonal_initialisations_are_not_taken_for_trained_weights() -> None:
     assert not warnings_of(lambda: so.constrain(nn.Linear(64, 1), learn_scale=True))
+    nn.init.orthogonal_((layer := nn.Linear(64, 16)).weight)
+    assert not warnings_of(lambda: so.constrain(layer, learn_scale=True, scale="rms"))
 
 
 def test_a_report_shows_the_scales_and_the_error_of_what_they_multiply() -> None:
@@ -471,10 +505,12 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
 
 
 def refusals() -> list[Any]:
-    def parameter() -> Any:
-        return so.ManifoldParameter(torch.randn(6, 3), so.Stiefel(learn_scale=True))
+    def parameter(scale: float = 1.0) -> Any:
+        return so.ManifoldParameter(torch.randn(6, 3), so.Stiefel(learn_scale=True, scale=scale))
 
     return [
+        ("without learn_scale", lambda: parameter(0.9e-10)),
+        ("without learn_scale", lambda: parameter(1.1e10)),
         ("without", lambda: Unsaid([parameter()], lr=0.1)),
         ("scale_pull", lambda: so.StiefelSGD([parameter()], scale_pull=-1.0)),
     ]

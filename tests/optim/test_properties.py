@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import threading
 import warnings
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from contract import (
     optimizer,
     train,
 )
+from held import peak_bytes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from optimizers import OF_CLASS, PUBLISHED, RULES, TABLE
@@ -274,49 +274,6 @@ def test_every_matrix_moves_as_if_it_were_alone(rule, drawn):
         torch.testing.assert_close(found / scale, expected.data, rtol=1e-6, atol=1e-7)
 
 
-@given(rules(), drawn_parameters(BOTH), st.integers(0, 4))
-def test_a_checkpoint_continues_bit_for_bit(rule, drawn, steps):
-    # A momentum of nothing but rounding looks stale after loading, which costs the last bit.
-    assume(drawn.grad_kind != "normal")
-    kind, options = rule
-    first = drawn.parameter()
-    opt = train_alone(kind, options, drawn, first, steps)
-    second = so.ManifoldParameter(
-        laid_out(first.detach().clone(), drawn.layout), drawn.manifold, project=False
-    )
-    resumed = kind([second], **options)
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for step in range(steps, steps + 2):
-        first.grad = drawn.grad(first, step)
-        second.grad = drawn.grad(first, step)
-        opt.step()
-        resumed.step()
-    assert torch.equal(first, second)
-
-
-@given(drawn_parameters(BOTH))
-def test_projection_is_near_idempotent_and_spares_what_is_plain(drawn):
-    holder = torch.nn.Module()
-    holder.weight = drawn.parameter()
-    with torch.no_grad():
-        holder.weight.add_(0.1 * torch.randn(drawn.shape, generator=drawn.generator()))
-    moved = holder.weight.detach().clone()
-    so.project_(holder)
-    once = holder.weight.detach().clone()
-    assert so.orthonormality_error(holder) < tolerance(drawn.dtype)
-    for old, new in zip(
-        drawn.manifold.plain_parts(moved), drawn.manifold.plain_parts(once), strict=True
-    ):
-        assert torch.equal(old, new)
-    for old, new in zip(drawn.matrices(moved), drawn.matrices(once), strict=True):
-        # the nearest point: X' A is symmetric and positive semidefinite
-        overlap = new.mT @ old
-        torch.testing.assert_close(overlap, overlap.mT, rtol=1e-4, atol=1e-4)
-        assert torch.linalg.eigvalsh(overlap).min() > -1e-4
-    so.project_(holder)
-    torch.testing.assert_close(holder.weight.data, once, rtol=0, atol=tolerance(drawn.dtype))
-
-
 # ---- threads -----------------------------------------------------------------------------------
 
 
@@ -351,17 +308,6 @@ def test_two_optimizers_in_two_threads_do_not_meet(name):
 # ---- memory and drift --------------------------------------------------------------------------
 
 
-def peak_bytes(opt: torch.optim.Optimizer) -> int:
-    """The largest amount of memory that a step holds on top of what was there before."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
-        opt.step()
-    recorded = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in recorded if e.name() == "[memory]"]
-    held = list(itertools.accumulate(size for _, size in sorted(changes)))
-    return max(held, default=0)
-
-
 @pytest.mark.parametrize("name", [*RULES, "sgd-nesterov", "adam-amsgrad"])
 def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
     n, m = 4000, 10
@@ -372,7 +318,7 @@ def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
         opt.step()
     parameter.grad = torch.randn(n, m)
     size = 4 * n * m
-    assert size / 4 < peak_bytes(opt) < 8 * size
+    assert size / 4 < peak_bytes(opt.step) < 8 * size
 
 
 @pytest.mark.slow

@@ -170,12 +170,14 @@ def test_forgotten_state_starts_anew(name, forget):
 CPU = ["cpu"]
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("name", "steps", "listed", "dtype", "machine"),
     [
         *in_turn(OPTIMIZERS, [0, 3, 8], ["parameters", "named_parameters"], [torch.float32], CPU),
         *in_turn(RULES, [3], ["parameters"], [torch.bfloat16, torch.float16], CPU),
+        *in_turn(["sgd", "adam-amsgrad"], [9], ["parameters"], [torch.complex64], CPU),
         pytest.param("adam", 3, "parameters", torch.float32, "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],

@@ -79,8 +79,11 @@ def test_householder_is_the_product_of_its_reflections(shape, dtype):
         torch.testing.assert_close(found[index], expected, rtol=0, atol=1e-13)
 
 
-@shapes_and_dtypes
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*in_turn(SHAPES, DTYPES), *(((290, 260), dtype) for dtype in DTYPES)]
+)
 def test_compact_form_is_the_sequential_product_value_and_gradient(shape, dtype):
+    """From 256 on triangles of products are formed by panels, the last of them narrower here."""
     vectors = gaussian(*shape, dtype=dtype).requires_grad_()
     pairs = [
         (cwy, householder),
@@ -93,17 +96,6 @@ def test_compact_form_is_the_sequential_product_value_and_gradient(shape, dtype)
         weight = gaussian(*expected.shape, seed=1, dtype=dtype)
         gradients = [torch.autograd.grad(q, vectors, weight)[0] for q in (found, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compact_form_of_many_reflections(dtype):
-    """From 256 on triangles of products are formed by panels, the last of them narrower here."""
-    vectors = gaussian(290, 260, dtype=dtype).requires_grad_()
-    found, expected = cwy(vectors, 3), householder(vectors, 3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    weight = gaussian(290, 3, seed=1, dtype=dtype)
-    gradients = [torch.autograd.grad(q, vectors, weight)[0] for q in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 @shapes_and_dtypes
@@ -293,6 +285,7 @@ def test_eurnn_is_the_product_of_its_layers(size):
 )
 def test_half_precision_and_autocast_compute_in_float32(function, dtype):
     half = gaussian(8, 3, dtype=torch.float32).to(dtype)
+    assert {tensor.dtype for tensor in cwy_factors(half)} == {torch.float32}
     found = function(half)
     assert found.dtype == dtype
     torch.testing.assert_close(found, function(half.float()).to(dtype), rtol=0, atol=0)
@@ -332,11 +325,6 @@ def test_unitary_maps_of_angles_that_were_converted(dtype):
     torch.testing.assert_close(found.to(torch.complex64), eurnn(phases[0], angles))
 
 
-def test_factors_of_half_precision_vectors_are_float32():
-    unit, half_gram = cwy_factors(gaussian(8, 3, dtype=torch.float32).to(torch.bfloat16))
-    assert unit.dtype == half_gram.dtype == torch.float32
-
-
 @pytest.mark.parametrize(("count", "shift"), [(16, 1.0), (128, 0.0), (256, 1.0)])
 def test_float32_error_does_not_grow_with_the_number_of_reflections(count, shift):
     """One reflection after the other adds a rounding each; the compact form solves once.
@@ -374,9 +362,6 @@ WRONG = [
     (lambda: own_map([1.0]), TypeError, "`free` must be a tensor, got list"),
     (lambda: cwy(torch.ones(3, 0)), ValueError, "`vectors` must be the columns"),
     (lambda: cwy(torch.ones(3, 2), 4), ValueError, r"`columns` must lie in \[1, 3\], got 4"),
-    (lambda: cwy(torch.eye(3) * torch.tensor([1, 0, 1])), ValueError, "nonzero columns"),
-    (lambda: householder(torch.zeros(3, 1)), ValueError, "nonzero columns"),
-    (lambda: cwy_factors(torch.zeros(3, 1)), ValueError, "nonzero columns"),
     (
         lambda: generalized_householder(torch.zeros(3, 1), torch.ones(1)),
         ValueError,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from tiny_decoder import WIDTH, TinyDecoder, tokens
 from torch import nn
 
@@ -19,15 +20,24 @@ OTHERS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "start": lambda model: {"start": rotations.hadamard(model, seed=5)},
     "batches": lambda _: {"batches": tokens()[::-1]},
     "optimizer": lambda _: {"optimizer": lambda p: so.StiefelSGD(p, lr=0.01)},
+    "symmetric=True": lambda _: {"symmetric": True},
+    "the same model, .* another path": lambda model: moved(model, "lm_head.weight"),
+    "the same model": lambda model: moved(model, "model.layers.1.mlp.down_proj.weight"),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_checkpoint_of_another_training_is_refused(name: str, tmp_path: Path) -> None:
+def moved(model: nn.Module, name: str) -> dict[str, Any]:
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] += 1e-3
+    return {}
+
+
+@pytest.mark.parametrize(("name", "loss"), in_turn([*OTHERS] * 2, ["noise", "kl", "kl"]))
+def test_a_checkpoint_of_another_training_is_refused(name: str, loss: str, tmp_path: Path) -> None:
     model, data, path = rotations.prepare_(TinyDecoder()), tokens(), tmp_path / "learning.pt"
-    given = {"batches": data, "checkpoint": path, **OPTIONS}
+    given = {"batches": data, "checkpoint": path, "loss": loss, **OPTIONS}
     first = rotations.learn(model, **given)
-    again = rotations.learn(model, **given)
+    again = rotations.learn(rotations.prepare_(TinyDecoder()), **given)  # of the same weights
     assert torch.equal(again.residual, first.residual)
     with pytest.raises(ValueError, match=f"`checkpoint` must be of a training with .*{name}"):
         rotations.learn(model, **{**given, **OTHERS[name](model)})

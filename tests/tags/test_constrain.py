@@ -517,14 +517,6 @@ def test_fully_shard_keeps_the_record(tmp_path):
         dist.destroy_process_group()
 
 
-def test_compiled_forward_has_no_graph_break():
-    model = attention()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    x = torch.randn(2, 8)
-    torch.testing.assert_close(compiled(x), model(x))
-    assert {name.removeprefix("_orig_mod.") for name in readings(compiled)} == set(READINGS)
-
-
 def test_state_dict_is_that_of_the_untagged_model():
     plain, tagged = Attention(), attention()
     assert list(plain.state_dict()) == list(tagged.state_dict())

@@ -6,12 +6,16 @@ import math
 
 import pytest
 import torch
+from cases import in_turn
 from scale_cases import (
+    LAYOUTS,
     g_of,
     net,
+    scales,
     train,
     weight,
 )
+from torch import nn
 
 import stiefel_opt as so
 
@@ -31,17 +35,37 @@ def test_curves_of_scales() -> None:
     assert Writer.written["orthonormality_error/max"] < 1e-6
 
 
-def test_averages_of_learned_scales() -> None:
-    model = net()
-    opt = so.StiefelSGD(model.parameters(), lr=0.1)
-    average = so.averaged(model, decay=0.5)
-    for step in range(6):
-        train(model, opt, range(step, step + 1))
-        average.update_parameters(model)
-    kept = average.module[2].weight
-    assert float(so.orthonormality_error(average.module)) < 1e-6
-    assert kept.manifold.learn_scale
-    assert min(1.0, float(g_of(model[2].weight))) < float(g_of(kept))
+@pytest.mark.parametrize(("layout", "decay"), in_turn(LAYOUTS, [None, 0.5, 0.98]))
+def test_averages_of_learned_scales(layout: str, decay: float | None) -> None:
+    """The scales are averaged as numbers are; a matrix is the polar factor of the mean."""
+    source = weight(layout)
+    reading = source.manifold
+    holder = nn.ParameterDict({"w": source})
+    average = so.averaged(holder, decay)
+    mean, means = source.detach(), torch.zeros(())
+    for update in range(8):
+        # far away, near and as it was: every branch, up to a singular value decomposition
+        with torch.no_grad():
+            source.add_((1.0, 0.05, 0.0)[update % 3] * torch.randn_like(source))
+            so.project_(source)
+        average.update_parameters(holder)
+        keep = update / (update + 1) if decay is None else decay * (update > 0)
+        means = keep * means + (1 - keep) * scales(source, reading)
+        mean = so.project_(keep * mean + (1 - keep) * source.detach(), reading)
+        index = 0
+        for number, part in enumerate(reading.parts(mean)):
+            own = reading.matrices(part, number)
+            count = own.shape[:-2].numel()
+            wanted = means[index : index + count].reshape(*own.shape[:-2], 1, 1)
+            own = own * (wanted / reading.scale_of(own))
+            part.copy_(reading.stored(own.to(part.dtype), part.shape, number))
+            index += count
+    kept = average.module["w"]
+    near = 5e-2 if kept.dtype == torch.bfloat16 else 1e-9
+    torch.testing.assert_close(scales(kept, reading), means, rtol=near, atol=0)
+    torch.testing.assert_close(kept.detach(), mean, rtol=0, atol=near)
+    assert float(so.orthonormality_error(kept)) < near
+    assert kept.manifold == reading
 
 
 def test_a_norm_of_gradients_counts_what_moves_the_scale() -> None:
