@@ -145,6 +145,12 @@ def trained(name: str = "sgd", steps: int = 3, **options: Any) -> tuple[Model, A
     return net, opt
 
 
+def twins(name: str, **options: Any) -> list[tuple[Model, Any]]:
+    """Two equal models, and the same optimizer of each."""
+    nets = [model(), model()]
+    return [(net, optimizer(name, net.parameters(), **options)) for net in nets]
+
+
 def step_and_tell(opt: torch.optim.Optimizer) -> None:
     """An accelerator, for which nobody waits, tells of skipped steps no later than this."""
     opt.step()

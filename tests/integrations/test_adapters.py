@@ -481,9 +481,6 @@ def test_a_quantised_base(case: str, kind: str, tmp_path: Path) -> None:
     assert_close(logits(peft.PeftModel.from_pretrained(fresh(), tmp_path / "adapter")), found, 1e-3)
 
 
-# ---- LoReFT --------------------------------------------------------------------------------------
-
-
 # ---- refusals: one error, nothing changed --------------------------------------------------------
 
 

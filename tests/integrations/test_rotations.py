@@ -207,17 +207,6 @@ def test_two_models_of_one_config_object() -> None:
     assert_same_logits(logits(second, tokens()), expected)
 
 
-def test_generation_with_a_cache_agrees() -> None:
-    model = build("Qwen3")
-    batch = tokens(5)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
-    rotations.prepare_(model)
-    rotations.fold_(model, rotations.hadamard(model, online=("R3", "R4")))
-    found = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
-    assert torch.equal(found, expected)
-
-
 def folded(online: tuple[str, ...]) -> PreTrainedModel:
     model = rotations.prepare_(build("Qwen3"))
     return rotations.fold_(model, rotations.hadamard(model, online=online))

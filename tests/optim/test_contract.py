@@ -20,6 +20,7 @@ from contract import (
     optimizer,
     train,
     trained,
+    twins,
 )
 from optimizers import CLIENTS
 from torch import nn
@@ -33,9 +34,7 @@ import stiefel_opt as so
 
 @on_machines(cpu="sgd", as_accelerator="adam-amsgrad", slowly_compiled="sgd")
 def test_closure_is_called_once_with_grad_enabled_and_its_loss_returned(name):
-    net = model()
-    other = copy.deepcopy(net)
-    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    (net, opt), (other, other_opt) = twins(name)
     calls = []
 
     def closure():
@@ -165,9 +164,7 @@ def test_the_list_of_groups_may_be_edited(name, edit):
 
 @on_machines(cpu="sgd", as_accelerator="adam-amsgrad", slowly_compiled="sgd")
 def test_moving_a_parameter_to_another_group_keeps_its_state(name):
-    net = model()
-    other = copy.deepcopy(net)
-    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    (net, opt), (other, other_opt) = twins(name)
     train(net, opt, 0, 3)
     train(other, other_opt, 0, 3)
     other_opt.load_state_dict(copy.deepcopy(other_opt.state_dict()))
@@ -232,9 +229,7 @@ def test_the_list_of_schedulers_is_complete():
 )
 def test_every_scheduler_drives_the_step(kind, name):
     """Under a scheduler each step is the one of its learning rate and momentum set by hand."""
-    net = model()
-    other = copy.deepcopy(net)
-    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    (net, opt), (other, other_opt) = twins(name)
     plan = scheduler(kind, opt)
     rates = []
     for step in range(6):

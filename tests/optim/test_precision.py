@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from contract import (
     optimizer,
     snapshot,
     train,
+    twins,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,9 +49,7 @@ def autocast_loss(net: nn.Module, step: int) -> Tensor:
 )
 def test_an_overflow_leaves_no_trace(name, overflow, unscale):
     """Neither does a scale that is a power of two: the twin trains without one."""
-    net = model()
-    opt = optimizer(name, net.parameters())
-    other, other_opt = copy.deepcopy((net, opt))
+    (net, opt), (other, other_opt) = twins(name)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     for step in range(6):
         if step == overflow:
@@ -80,9 +78,7 @@ def test_an_overflow_leaves_no_trace(name, overflow, unscale):
 
 @on_machines(cpu="sgd adam", as_accelerator="adam-amsgrad", slowly_compiled="sgd-nesterov")
 def test_a_step_inside_autocast_is_a_step_outside(name):
-    net = model()
-    opt = optimizer(name, net.parameters())
-    other, other_opt = copy.deepcopy((net, opt))
+    (net, opt), (other, other_opt) = twins(name)
     for step in range(3):
         backward(net, step)
         backward(other, step)
