@@ -149,7 +149,8 @@ def published_sgd(
     (S,) = sums((X, G))
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     if U is None:
-        return _rotate_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
+        turned, _, length = _turned(X, direction, lr, rotation)
+        return polar_factor_by_sums(turned, sums), {SKEW: new_Z}, length
     direction = Z if printed and not nesterov else direction
     moved = product(U, _coupling(Z, momentum, lr, a, printed=printed)) - G
     new_U = _normal_part(X, moved, sums)
@@ -192,7 +193,8 @@ def published_adam(
     new = moments(state, "skew", skew_force(S, a), betas)
     direction = _divided(new, "skew", step, betas, eps, printed=printed)
     if U is None:
-        return _rotate_square(X, direction, new, lr, rotation, sums)
+        turned, _, length = _turned(X, direction, lr, rotation)
+        return polar_factor_by_sums(turned, sums), new, length
     minus_g = _normal_part(X, G, sums).neg_()
     new |= moments(state, "normal", minus_g, betas)
     moved = product(U, _coupling(Z, beta1, lr, a, printed=printed)).add_(minus_g, alpha=1 - beta1)
@@ -236,14 +238,6 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
         scale = (norm(inverse, keepdim=True) / norm(small, keepdim=True)).sqrt()
         small = (small * scale + inverse / scale) / 2
     return corrected(product(tall, small.to(tall.dtype)), {}, sums)[0]
-
-
-def _rotate_square(
-    X: Tensor, direction: Tensor, new: Tensors, lr: Scalar, rotation: str, sums: Sums
-) -> Move:
-    """phi_1 along ``direction``, made orthonormal."""
-    turned, _, length = _turned(X, direction, lr, rotation)
-    return polar_factor_by_sums(turned, sums), new, length
 
 
 def _turned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,20 +41,6 @@ class Clouds:
         x, y = self.x @ projection, self.y @ projection
         squares = self.a @ x.square().sum(1) + self.b @ y.square().sum(1)
         return float((squares - 2 * (self.a @ x) @ (self.b @ y)).clamp_min(0.0))
-
-    def exchanged(self) -> Clouds:
-        """Return the second cloud as the first one; results stay of the kind of the first."""
-        return replace(
-            self,
-            x=self.y,
-            y=self.x,
-            a=self.b,
-            b=self.a,
-            in_x=self.in_y,
-            in_y=self.in_x,
-            without_x=self.without_y,
-            without_y=self.without_x,
-        )
 
     def in_kind(self, values: Tensor) -> Any:
         """Return ``values`` as the first cloud was given: numpy or torch, its dtype."""

@@ -167,10 +167,10 @@ def projection_robust_wasserstein(
     """
     keywords = {"tau": tau, **of_pot} if tau else of_pot
     refuse_keywords("projection_robust_wasserstein", keywords, _OF_POT)
+    published = optimizer is not None and sinkhorn_iterations is not None
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
-    published = optimizer is not None and sinkhorn_iterations is not None
-    clouds = clouds.exchanged() if published else clouds
+        clouds = replace(read_clouds(y, x, b, a), model=x) if published else clouds
     k = check_integer("k", k, 1, clouds.dimension)
     counts = {"sinkhorn_iterations": sinkhorn_iterations, "max_products": max_products}
     _check_options(reg, max_iter, tol, restarts, counts, progress, optimizer)

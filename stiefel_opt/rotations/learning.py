@@ -295,15 +295,11 @@ def _rank() -> int:
 
 @torch.no_grad()
 def _average(tensors: list[Tensor | None]) -> float:
-    """Average tensors over all processes in place, as one message; return the first, a number."""
+    """Average tensors over all processes in place; return the first, a number."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if _many():
-        joined = torch.cat([tensor.flatten().float() for tensor in present])
-        dist.all_reduce(joined)
-        joined /= dist.get_world_size()
-        pieces = torch.split(joined, [tensor.numel() for tensor in present])
-        for tensor, piece in zip(present, pieces, strict=True):
-            tensor.copy_(piece.view_as(tensor))
+    for tensor in present if _many() else ():
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
     return float(present[0])
 
 

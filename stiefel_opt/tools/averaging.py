@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -146,22 +146,16 @@ def averaged(
             "first, or build the optimizer whose group constrains it",
             stacklevel=2,
         )
-    function = None if decay is None else _MovingAverage(decay)
+    function = None if decay is None else partial(_moving_average, decay)
     place = None if device is None else torch.device(device)
     return ProjectedAverage(model, place, multi_avg_fn=function, use_buffers=use_buffers)
 
 
-@dataclass(frozen=True)
-class _MovingAverage:
+def _moving_average(
+    decay: float, averages: Sequence[Tensor], values: Sequence[Tensor], count: Tensor | int
+) -> None:
     """torch's exponential moving average; its own function is a closure, which no pickle takes."""
-
-    decay: float
-
-    def __call__(
-        self, averages: Sequence[Tensor], values: Sequence[Tensor], count: Tensor | int
-    ) -> None:
-        function = swa_utils.get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
-        function(averages, values, count)
+    swa_utils.get_ema_multi_avg_fn(decay)(averages, values, count)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -124,7 +124,6 @@ def _forget(state: dict[str, Any]) -> None:
     """Drop all pairs from the state of the first parameter."""
     for name in (*PAIRS, *LAST):
         state.pop(name, None)
-    state["order"] = []
 
 
 def places(parameters: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -226,17 +225,15 @@ class _Line:
 class _Memory:
     """The pairs (s, y) in the state of the first parameter, as coordinates at the point.
 
-    ``steps`` and ``changes`` have a pair in each row; ``order`` lists the rows in use, oldest
-    first. ``last_step`` and ``last_gradient`` are of the last iteration, whose pair needs the
-    gradient of the next one.
+    ``steps`` and ``changes`` have a pair in each row, the oldest first. ``last_step`` and
+    ``last_gradient`` are of the last iteration, whose pair needs the gradient of the next one.
     """
 
     def __init__(self, state: dict[str, Any], history_size: int) -> None:
         self._state, self._size = state, history_size
-        state.setdefault("order", [])
 
     def __bool__(self) -> bool:
-        return bool(self._state["order"])
+        return "steps" in self._state
 
     def forget(self) -> None:
         """Start anew."""
@@ -254,25 +251,14 @@ class _Memory:
         change = gradient - before
         rounding = torch.finfo(step.dtype).eps * step.norm() * change.norm()
         if torch.dot(step, change) > rounding:
-            row = self._free_row(step)
-            self._state["steps"][row], self._state["changes"][row] = step, change
-            self._state["order"].append(row)
-
-    def _free_row(self, like: Tensor) -> int:
-        """Return a row for the next pair: a new one, or that of the oldest."""
-        state = self._state
-        rows = len(state["steps"]) if "steps" in state else 0
-        del state["order"][: max(0, len(state["order"]) + 1 - self._size)]
-        free = set(range(rows)).difference(state["order"])
-        if not free:
-            more = like.new_zeros(max(1, min(rows, self._size - rows)), like.numel())
-            for name in PAIRS:
-                state[name] = torch.cat([state[name], more]) if rows else more.clone()
-        return min(free, default=rows)
+            for name, vector in zip(PAIRS, (step, change), strict=True):
+                rows = self._state.get(name, vector.new_empty(0, vector.numel()))
+                kept = rows[max(0, len(rows) + 1 - self._size) :]
+                self._state[name] = torch.cat([kept, vector.unsqueeze(0)])
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return -H g."""
-        rows = ([self._state[name][row] for row in self._state["order"]] for name in PAIRS)
+        rows = (self._state[name].unbind() if self else () for name in PAIRS)
         return lbfgs.quasi_newton_direction(gradient, *rows)
 
     def tensors(self) -> list[Tensor]:

@@ -73,8 +73,8 @@ def largest_speed(path: Curve) -> float:
     return float((path.values[..., -1].sqrt() + turn).max())
 
 
-def along(path: Curve, t: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the point X(t) of a curve and the velocity X'(t) there; ``t`` may be ``(k,)``.
+def along(path: Curve, t: float) -> tuple[Tensor, Tensor]:
+    """Return the point X(t) of a curve and the velocity X'(t) there.
 
     A Newton-Schulz step takes the rounding out of X'X - I; a matrix that does not move keeps its
     bits.
@@ -82,14 +82,12 @@ def along(path: Curve, t: float | Tensor) -> tuple[Tensor, Tensor]:
     Note: Six products of n x m by m x m, one matrix exponential of m x m.
     """
     frequencies = path.values.sqrt()
-    if isinstance(t, Tensor):
-        t = t.unsqueeze(-1)
     angles = t * frequencies
     cosine, sine, pull = (
         (path.axes * each.unsqueeze(-2)) @ path.axes.mH
         for each in (angles.cos(), t * torch.sinc(angles / torch.pi), frequencies * angles.sin())
     )
-    rotation = exponential((t.unsqueeze(-1) if isinstance(t, Tensor) else t) * path.turn)
+    rotation = exponential(t * path.turn)
     within, across = cosine @ rotation, sine @ rotation
     moved = path.point @ within + path.normal @ across
     moved = 1.5 * moved - moved @ (0.5 * gram(moved))
