@@ -438,7 +438,9 @@ def _moments_at_once(
     As :func:`moments` and :func:`precondition`, in half as many calls.
     """
     betas, eps, nesterov = options[:3]
-    root, most = (n.view(1) if isinstance(n, Tensor) else n for n in options[3:])
+    root, most = options[3:]
+    if isinstance(most, Tensor):
+        root, most = root.view(1), most.view(1)
     judged = None
     skew_force(S, METRICS["canonical"], force[SKEW])
     add_product_into(force[NORMAL], G, X, S)

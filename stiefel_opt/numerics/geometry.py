@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import HALF, fail
 from stiefel_opt.numerics.device import full_precision, no_autocast, widened
-from stiefel_opt.numerics.linalg import add_to_diagonal_, skew, solution, sym
+from stiefel_opt.numerics.linalg import add_to_diagonal_, defect, skew, solution, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 # |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.
@@ -68,8 +68,7 @@ def gram_error(point: Tensor) -> Tensor:
 
 def identity_error(matrix: Tensor) -> Tensor:
     """Return max abs of A - I for each matrix, shape ``(...)``."""
-    difference = add_to_diagonal_(matrix.clone(), -1.0)
-    error: Tensor = torch.linalg.vector_norm(difference, ord=math.inf, dim=(-2, -1))
+    error: Tensor = torch.linalg.vector_norm(defect(matrix), ord=math.inf, dim=(-2, -1))
     return error
 
 

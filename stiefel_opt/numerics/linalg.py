@@ -98,7 +98,7 @@ def are_finite(matrices: Tensor) -> Tensor:
 def cross_gram(left: Tensor, right: Tensor) -> Tensor:
     """Return left' right, small, for two tall batches ``(k, n, m)``."""
     rows = right.size(-2)
-    if right.size(-1) > _FEW_COLUMNS or rows <= _ROWS_AT_A_TIME:
+    if rows <= _ROWS_AT_A_TIME or right.size(-1) > _FEW_COLUMNS:
         return torch.bmm(left.mH, right)
     most, size = rows - rows % _ROWS_AT_A_TIME, (-1, _ROWS_AT_A_TIME)
     first, second = (torch.unflatten(t[:, :most], 1, size) for t in (left, right))
@@ -112,7 +112,7 @@ def gram(tall: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor
         return symmetric_product(tall.mH, tall, into, alpha=alpha)
     if into is None:
         return cross_gram(tall, tall) if alpha == 1 else cross_gram(tall, tall).mul_(alpha)
-    if tall.size(-1) <= _FEW_COLUMNS and tall.size(-2) > _ROWS_AT_A_TIME:
+    if tall.size(-2) > _ROWS_AT_A_TIME and tall.size(-1) <= _FEW_COLUMNS:
         return torch.mul(cross_gram(tall, tall), alpha, out=into)
     return into.baddbmm_(tall.mH, tall, beta=0.0, alpha=alpha)
 

@@ -348,11 +348,15 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
     reads, reader.overflowed = reader.is_exact, False
-    if batch.quiet is rule and chosen is None and not (task.is_due or task.is_changed):
-        number, sums = task.number, batch.sums
-        move = rule(stored, grad, batch.state, lr=lr, step=number, sums=sums, reader=reader)
-        if _is_quiet(move[2], grad, lr, reader):
-            _commit(task, move, stored)
+    if batch.quiet is rule and chosen is None and not task.is_changed:
+        X, state, number, sums = stored, batch.state, task.number, batch.sums
+        fixed: Tensors = {}
+        if task.is_due:
+            X, fixed, _ = _on_manifold(stored, grad, state, math.inf, task, reader)
+            state = _replaced(state, fixed)
+        new_X, new, length = rule(X, grad, state, lr=lr, step=number, sums=sums, reader=reader)
+        if _is_quiet(length, grad, lr, reader):
+            _commit(task, (new_X, _completed(new, fixed), length), stored)
             return [], None
         reader.overflowed = False
     if not reads:  # the host learns too late that a step was steep: the device keeps the limit
@@ -483,16 +487,15 @@ def _new_point(
             starts = batch.are_unwritten(task.chosen) & ~(error <= FAR).view(-1, 1, 1)
             norm = norm_at(X, unscaled, norm, sums, batch.scale, starts)
         rule = scale_rule.beside(rule, norm)
-    is_first, current = batch.is_new, {**state, **fixed} if fixed else state
+    is_first, current = batch.is_new, _replaced(state, fixed)
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
     move, scale, steepness = _run(apply, lr, grad_length, task, reader)
     new_X, new, length = move
-    if fixed:
-        new = {**fixed, **new}
+    new = _completed(new, fixed)
     is_due = task.is_due and not reads
     for _ in range(max(_corrections_after(length, steepness, reader), is_due)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
-        new = _replaced(new, corrected_state)
+        new = _put(new, corrected_state)
     if (is_first or batch.is_foreign) and reads and sums.are_local:
         warn_if_off(rule, new_X)
     overflowed = None
@@ -538,19 +541,33 @@ def _run(
     return move, scale, steepness
 
 
-def _replaced(new: Tensors, changed: Tensors) -> Tensors:
-    """Return a new state in which some tensors are others; packed, it keeps its memory."""
+def _replaced(state: Tensors, changed: Tensors) -> Tensors:
+    """Return a state in which some tensors are others."""
+    if not changed or not isinstance(state, Packed):
+        return _put(state, changed)
+    copy = state.like()
+    copy.flat.copy_(state.flat)
+    return _put(copy, changed)
+
+
+def _put(new: Tensors, changed: Tensors) -> Tensors:
+    """Put some tensors into a new state; packed, it keeps its memory."""
     if not isinstance(new, Packed):
-        return {**new, **changed}
+        return {**new, **changed} if changed else new
     for name, tensor in changed.items():
         new[name].copy_(tensor)
     return new
 
 
+def _completed(new: Tensors, fixed: Tensors) -> Tensors:
+    """Return a new state with what was changed before the rule, unless that has all of it."""
+    return new if not fixed or isinstance(new, Packed) else {**fixed, **new}
+
+
 def _restarted(new: Tensors, overflowed: Tensor, batch: Batch) -> Tensors:
     """Return a new state in which that of some matrices starts again."""
     starts = {name: batch.declared[name].fill_(torch.empty_like(t)) for name, t in new.items()}
-    return _replaced(new, {n: torch.where(overflowed, starts[n], t) for n, t in new.items()})
+    return _put(new, {n: torch.where(overflowed, starts[n], t) for n, t in new.items()})
 
 
 # ---- before the rule -----------------------------------------------------------------------------

@@ -154,50 +154,7 @@ def test_a_constant_factor_on_the_loss_and_no_eps_leave_adam_unchanged(
         assert (point - other).abs().max() < bound
 
 
-# ---- invariants ---------------------------------------------------------------------------------
-
-
-OTHER_SHAPES = [(4, 4), (60, 20), (30, 29), (8, 1), (3, 200, 8)]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "dtype", "shape", "steps"),
-    [
-        *in_turn(ALGORITHMS, [torch.float64, torch.float32], [(2, 10, 3)], [400]),
-        *(
-            pytest.param(*row, 10_000, marks=pytest.mark.slow)
-            for row in itertools.product(ALGORITHMS, DTYPES, OTHER_SHAPES)
-        ),
-    ],
-)
-def test_invariants_hold_after_many_steps(
-    algorithm: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    steps: int,
-    generator: torch.Generator,
-) -> None:
-    """Leading eigenvectors in order (Brockett's cost), with fresh noise in each step."""
-    n, m = shape[-2:]
-    param = random_point(generator, *shape, dtype=dtype)
-    cost = torch.randn(n, n, generator=generator, dtype=dtype)
-    weights = torch.arange(m, 0, -1, dtype=dtype) / m
-    optimizer: Any = TABLE[algorithm].optimizer(
-        [param], lr=0.01 if TABLE[algorithm].adaptive else 0.05
-    )
-    for _ in range(steps):
-        noisy = cost + 0.5 * torch.randn(n, n, generator=generator, dtype=dtype)
-        param.grad = -((noisy + noisy.mT) @ param.detach()) * weights
-        optimizer.step()
-    tolerance = 4 * n * torch.finfo(dtype).eps
-    Z, U = optimizer.velocity(param)
-    assert gram_error(param, param) < tolerance
-    assert torch.equal(Z, -Z.mT)
-    if m > 1:
-        assert float(Z.abs().max()) > 1e-3
-    if n > m:
-        assert spectral_norm(U) > 1e-3
-        assert gram_error(param, U) < tolerance * spectral_norm(U)
+# ---- starts -------------------------------------------------------------------------------------
 
 
 STARTS = pairwise(
