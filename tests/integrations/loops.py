@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,3 +96,10 @@ def assert_trained(model: nn.Module, start: nn.Module) -> None:
         assert line.error < ROUNDING
         moved = (model.get_parameter(line.name) - before[line.name]).abs().max()
         assert moved > 1e-4, line.name
+
+
+def code_of(page: str) -> list[list[str]]:
+    """The blocks of Python of each section of a page of the docs, behind those before the first."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    block = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [block.findall(section) for section in text.split("\n## ")]

@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from loops import HALF, assert_equal, tokens
+from loops import HALF, assert_equal, code_of, tokens
 from tiny import gpt2
 from torch import Tensor, nn
 from trainers import trainer
@@ -664,10 +664,5 @@ def test_stella_is_not_summed_with_weights() -> None:
 
 def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
-    sections = [
-        "\n".join(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
-        for section in page.split("\n## ")
-    ]
-    ran = [exec(section, {"__name__": "docs"}) for section in sections if section]
+    ran = [exec("\n".join(s), {"__name__": "docs"}) for s in code_of("adapters.md") if s]
     assert len(ran) == 1

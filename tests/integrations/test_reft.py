@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pyreft
 import pytest
 import pyvene
 import torch
+from loops import code_of
 from training import train
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,10 +34,8 @@ def llama() -> LlamaForCausalLM:
 def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama().save_pretrained(tmp_path / "checkpoint")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "reft.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     space: dict[str, Any] = {"__name__": "docs"}
-    exec("\n".join(blocks), space)
+    exec("\n".join("\n".join(section) for section in code_of("reft.md")), space)
     for model in (space["reft_model"], space["loaded"]):
         assert len(so.report(model.interventions).lines) == LAYERS
         assert so.orthonormality_error(model.interventions) < 1e-5

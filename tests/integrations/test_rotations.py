@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import code_of
 from surrogate import assert_its_gradients
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -368,9 +369,7 @@ def test_the_example_runs_on_any_checkpoint(
 @pytest.mark.usefixtures("newcomer")
 def test_the_page_of_the_docs_runs() -> None:
     """Each section alone."""
-    page = (Path(__file__).parents[2] / "docs" / "rotations.md").read_text(encoding="utf-8")
-    sections = page.split("\n## ")
-    blocks = [re.findall(r"^```python\n(.*?)^```$", s, re.MULTILINE | re.DOTALL) for s in sections]
+    blocks = code_of("rotations.md")
     assert sum(map(len, blocks)) == 3
     assert 10 <= blocks[0][0].strip().count("\n") <= 13  # the page begins with them
     for section in blocks:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from loops import (
     assert_equal,
     assert_trained,
     batches,
+    code_of,
     images,
     loop,
     loss_of_output,
@@ -102,8 +101,7 @@ def test_the_trainer_builds_the_optimizer_by_its_class_and_resumes_bit_for_bit(t
 
 def test_the_page_of_the_trainer_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = [block for section in code_of("trainer.md") for block in section]
     space: dict[str, Any] = {"__name__": "docs"}  # the second block goes on where the first ends
     for block in blocks:
         exec(block, space)
