@@ -117,7 +117,8 @@ def check_counts(*, or_none: bool = False, **values: object) -> None:
 
 def check_options(name: str, options: Collection[str], make: Callable[..., object]) -> None:
     """Raise unless all ``options`` are parameters of ``make``."""
-    allowed = set(inspect.signature(make).parameters) - {"generator", "manifold", "module", "name"}
+    of_base = {"base", "generator", "manifold", "module", "name"}
+    allowed = set(inspect.signature(make).parameters) - of_base
     if unknown := sorted(set(options) - allowed):
         is_torch = {"orthogonal_map", "use_trivialization"} & set(unknown)
         remedy = "choose the map by map=, or take compat.orthogonal; " if is_torch else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,13 @@ from stiefel_opt.parametrizations.init import with_determinant
 from stiefel_opt.tags import Stiefel, check_phase, warn_if_not_unique
 
 Free = Tensor | tuple[Tensor, ...]
+
+
+class BaseOptions(TypedDict, total=False):
+    """Options of every map, for signatures of subclasses."""
+
+    manifold: Stiefel | None
+    generator: torch.Generator | None
 
 
 class Parametrization(nn.Module):

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from stiefel_opt.errors import check_count, fail
-from stiefel_opt.parametrizations.base import Free, Parametrization
+from stiefel_opt.parametrizations.base import BaseOptions, Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, householder_vectors, reflections_of
 from stiefel_opt.parametrizations.reflections import cwy, generalized_householder, householder, tcwy
-from stiefel_opt.tags import Stiefel
 
 
 class _Reflecting(Parametrization):
     """A product of a number of factors."""
 
-    def __init__(
-        self,
-        reflections: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, reflections: int | None = None, **base: Unpack[BaseOptions]) -> None:
+        super().__init__(**base)
         check_count("reflections", reflections, or_none=True)
         self.reflections = reflections
 
@@ -138,13 +131,8 @@ class TCWY(CWY):
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
 
-    def __init__(
-        self,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, **base: Unpack[BaseOptions]) -> None:
+        super().__init__(**base)
 
     @override
     def point(self, *free: Tensor) -> Tensor:

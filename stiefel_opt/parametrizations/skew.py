@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from typing_extensions import Self, override
+from typing_extensions import Self, Unpack, override
 
 from stiefel_opt.errors import check_count, check_integer, fail
 from stiefel_opt.numerics import (
@@ -39,9 +39,8 @@ from stiefel_opt.numerics import (
     widened,
     working_dtype,
 )
-from stiefel_opt.parametrizations.base import Free, Parametrization
+from stiefel_opt.parametrizations.base import BaseOptions, Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs
-from stiefel_opt.tags import Stiefel
 
 # eps |P| from which rounding is removed from a point, and from which nothing else is left.
 _ROUNDING: Final = 1e-5
@@ -265,14 +264,8 @@ class Trivialization(_Based):
         (NeurIPS 2019).
     """
 
-    def __init__(
-        self,
-        every: int | None = 100,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, every: int | None = 100, **base: Unpack[BaseOptions]) -> None:
+        super().__init__(**base)
         check_count("every", every, or_none=True)
         self.every = every
         self.steps = 0  # of optimizers, since X0 has moved
@@ -358,14 +351,8 @@ class ScaledCayley(Parametrization):
     signs: Tensor | None
     buffer_names = ("signs",)
 
-    def __init__(
-        self,
-        negative: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, negative: int | None = None, **base: Unpack[BaseOptions]) -> None:
+        super().__init__(**base)
         self.negative = None if negative is None else check_integer("negative", negative, 0)
 
     @override

@@ -9,13 +9,12 @@ import math
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from stiefel_opt.errors import check_count, fail
-from stiefel_opt.parametrizations.base import Free, Parametrization
+from stiefel_opt.parametrizations.base import BaseOptions, Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, pair_rotations
 from stiefel_opt.parametrizations.reflections import check_lengths
-from stiefel_opt.tags import Stiefel
 
 
 def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
@@ -170,14 +169,8 @@ class EURNN(_Unitary):
     Reference: Jing et al. (ICML 2017).
     """
 
-    def __init__(
-        self,
-        layers: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, layers: int | None = None, **base: Unpack[BaseOptions]) -> None:
+        super().__init__(**base)
         check_count("layers", layers, or_none=True)
         self.layers = layers
 

@@ -36,7 +36,6 @@ from stiefel_opt.numerics import (
     widened,
 )
 from stiefel_opt.tags import (
-    Block,
     Stack,
     Stiefel,
     inner_optimizers,
@@ -327,24 +326,20 @@ class _Keeper:
             moved: Tangent vectors at the points. The gradients are then those at their retractions,
                 and are first converted to gradients by the tangent vectors. Default: none.
         """
-        ours: dict[int, Tensor] = {}
-        grads = [weight.parameter.grad for weight in self._weights]
-        pairs = zip(self._values, grads, strict=True)
-        whole = [torch.zeros_like(value) if grad is None else grad for value, grad in pairs]
+        parameters = [weight.parameter for weight in self._weights]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        ours = [grad.clone() for grad in grads]  # of which plain rows stay
         for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
-            grad = _finite(widened(stack.read(whole)), self._is_scaled)
+            grad = _finite(widened(stack.read(grads)), self._is_scaled)
             with exact_products(point):
                 x = point / stack.scale
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
-                tangents = tangent_part(x, grad)
-            for block, piece in stack.pieces(tangents):
-                if (own := grads[block.place]) is not None:
-                    ours[block.place] = _given(block, piece, own, ours.get(block.place))
-        for place, tangent in ours.items():
-            parameter = self._weights[place].parameter
-            self._grads.append((parameter, whole[place], tangent))
-            parameter.grad = tangent
+                stack.write(ours, tangent_part(x, grad))
+        for parameter, grad, tangent in zip(parameters, grads, ours, strict=True):
+            if parameter.grad is not None:
+                self._grads.append((parameter, grad, tangent))
+                parameter.grad = tangent
 
     def _give_back(self) -> None:
         for parameter, grad, tangent in self._grads:
@@ -415,17 +410,6 @@ def _check_gradients(weights: list[_Weight]) -> None:
         if grad is not None and grad.layout is not torch.strided:
             wanted = "have a dense gradient to be constrained"
             raise TypeError(fail(weight.called(), wanted, str(grad.layout)))
-
-
-def _given(block: Block, tangent: Tensor, grad: Tensor, ours: Tensor | None) -> Tensor:
-    """Return the new gradient of a parameter, with the tangent vectors of a block."""
-    if block.is_all:
-        stored = block.as_stored(tangent)
-        is_like = (stored.dtype, stored.stride()) == (grad.dtype, grad.stride())
-        return stored if is_like else torch.empty_like(grad).copy_(stored)
-    ours = grad.clone() if ours is None else ours
-    block.write(ours, tangent)
-    return ours
 
 
 # ---- on batches --------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stiefel_opt as so
 from stiefel_opt.numerics.device import index_on
-from stiefel_opt.optim.commit import take_step
 
 pytestmark = pytest.mark.usefixtures("as_accelerator")
 
@@ -362,30 +361,6 @@ def test_a_rate_that_is_a_tensor_takes_rounding_out_on_steep_slopes_too(nesterov
 
 
 # ---- around a step -------------------------------------------------------------------------------
-
-
-def test_an_interrupted_step_counts_no_weight_that_it_did_not_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weights = [so.ManifoldParameter(torch.eye(rows, 3)) for rows in (6, 8)]
-    opt = so.StiefelSGD(weights, lr=0.1)
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    opt.step()
-    weights[1].grad[0, 0] = torch.nan  # type: ignore[index]
-    reached: list[Any] = []
-
-    def stopped(task: Any) -> Any:
-        reached.append(task)
-        if len(reached) == 2:
-            raise KeyboardInterrupt
-        return take_step(task)
-
-    monkeypatch.setattr("stiefel_opt.optim.group.take_step", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        opt.step()
-    assert opt.skipped_steps() == {}
-    assert [float(opt.state[weight]["step"]) for weight in weights] == [2, 1]
 
 
 @pytest.mark.parametrize("length", [torch.bfloat16, torch.int64, torch.float64])

@@ -278,17 +278,20 @@ def test_a_first_step_that_is_interrupted_is_taken_again(name: str) -> None:
 
 @on_machines(cpu="adam", as_accelerator="sgd adam")
 @pytest.mark.filterwarnings("ignore:.*not finite")
-def test_what_was_left_out_is_not_counted_by_an_interruption(name: str) -> None:
+@pytest.mark.parametrize("heights", [(6, 6), (6, 8)])
+def test_what_was_left_out_is_not_counted_by_an_interruption(
+    name: str, heights: tuple[int, int]
+) -> None:
     """An accelerator leaves it in the batch of the others, behind a mask."""
 
     def begun() -> tuple[list[nn.Parameter], Any]:
-        weights = [so.ManifoldParameter(torch.eye(6, 3)) for _ in range(2)]
+        weights = [so.ManifoldParameter(torch.eye(n, 3)) for n in heights]
         opt = optimizer(name, weights)
         for spoilt in (False, True):
             for weight in weights:
-                weight.grad = torch.ones(6, 3).cumsum(0)
+                weight.grad = torch.ones_like(weight).cumsum(0)
             if spoilt:
-                weights[0].grad[0, 0] = torch.nan
+                weights[1].grad[0, 0] = torch.nan
             else:
                 opt.step()
         return weights, opt
@@ -302,7 +305,8 @@ def test_what_was_left_out_is_not_counted_by_an_interruption(name: str) -> None:
         stopped_by(Interrupt(at, after=True))(opt.step)
         opt.state_dict()
         reached.add(tuple(float(opt.state[weight]["step"]) for weight in weights))
-    assert reached == {(1.0, 1.0), (1.0, 2.0)}
+        assert not opt.skipped_steps() or opt.state[weights[0]]["step"] == 2
+    assert reached == {(1.0, 1.0), (2.0, 1.0)}
 
 
 @pytest.mark.parametrize(

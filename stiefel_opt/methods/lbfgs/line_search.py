@@ -40,7 +40,7 @@ class Point:
     ) -> None:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
-        self._starts = places(self.parameters)[0]
+        self._starts, self._length = places(self.parameters)
         self._frames: list[lbfgs.Frame] | None = None  # at this point
         self.stacks = stacks_of([parameter.detach() for parameter in parameters], readings)
 
@@ -100,13 +100,10 @@ class Point:
 
     def gradient(self) -> Tensor:
         """Return the coordinates of the Riemannian gradient; what is missing is zero."""
-        pieces, end = [], 0
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            piece = as_real(grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-            pieces += [piece.new_zeros(start - end), piece] if start > end else [piece]
-            end = start + piece.numel()
-        flat = torch.cat(pieces)
+        flat = self.parameters[0].real.new_zeros(self._length)
+        for view, parameter in zip(self.shaped(flat), self.parameters, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad.to_dense())
         return self.mapped(lbfgs.coordinates_of_gradient, flat)
 
     def values(self) -> list[Tensor]:
