@@ -64,6 +64,13 @@ def over_scale(tensor: Tensor, norm: Tensor, columns: int, factor: float = 1.0) 
     return torch.addcdiv(numbers_on(tensor, 0.0), tensor, norm, value=value)
 
 
+def factors_of(W: Tensor, sums: Sums, *, looks: bool) -> tuple[Tensor, Tensor]:
+    """Return Q and |W|_F; with ``looks`` for zeros, too, which somebody else may have written."""
+    norm, finite = norm_of(W, sums), torch.finfo(W.dtype)
+    norm = norm.clamp(finite.tiny, finite.max) if looks else norm
+    return over_scale(W, norm, W.size(-1)), norm
+
+
 def limited(norm: Tensor, columns: int, start: float) -> Tensor:
     """Return a norm for which g is within its limits."""
     unit = start * math.sqrt(columns)

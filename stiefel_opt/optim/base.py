@@ -324,7 +324,8 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
             self.records.drop_unfit(self.state, group["params"][plain], None, ())
-        if with_state := [i for i in index.waiting if self.state.get(group["params"][i])]:
+        states = [self.state.get(parameter, {}).keys() for parameter in group["params"]]
+        if with_state := [i for i in index.waiting if states[i] - {START}]:
             self._admit(index, group, with_state)
         for device_group in earlier.device_groups if earlier else ():
             device_group.views.release()
@@ -353,7 +354,7 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
                 restarted.append(parameter)
             state: StateDict = states[parameter]
             if manifold.learn_scale:  # a checkpoint may have brought another start
-                manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
+                manifold = replace(manifold, scale=abs(state.setdefault(START, -manifold.scale)))
             together = weights.setdefault(parameter.device, [])
             weight = ConstrainedParameter(parameter, manifold, state, shards, len(together))
             keep_velocity(self, weight, index.declared)
@@ -490,6 +491,10 @@ class StiefelOptimizer(TaggedOptimizer, ABC):
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return the counts of :meth:`skipped_steps` by parameter."""
         return self.records.skipped()
+
+    def starts_of(self) -> dict[Tensor, float]:
+        """Return the start to which each learned scale is pulled, of parameters with state."""
+        return {parameter: abs(s[START]) for parameter, s in self.state.items() if START in s}
 
     def angles_of(self) -> dict[Tensor, float]:
         r"""Return the largest angle, in radians, by which the last step turned each weight.

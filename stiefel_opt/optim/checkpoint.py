@@ -96,7 +96,7 @@ def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     of_torch = take_marks(saved_groups, optimizer.rule)
     if of_torch:
         check_plain_rule(state, saved_groups, optimizer)
-    check_saved_readings(groups, saved_groups)
+    check_saved_readings(groups, saved_groups, state)
     for group, saved in zip(groups, saved_groups, strict=True):
         for name in optimizer.defaults:
             saved.setdefault(name, group[name])
@@ -184,7 +184,8 @@ def check_states(state: Mapping[Any, Any], saved_groups: list[Group], optimizer:
                 if _counts_steps(name):
                     _check_number(f"{name} of {called}", value)
                 elif name == START:
-                    check_range(f"{name} of {called}", value, 0.0, open_low=True)
+                    start = abs(value) if isinstance(value, float) else value
+                    check_range(f"{name} of {called}", start, 0.0, open_low=True)
                 elif name in expected:
                     is_ours, (declaration, shape) = manifold is not None, expected[name]
                     _check_value(
@@ -269,8 +270,13 @@ def _check_value(
         raise ValueError(fail(called, f"have no entry below {declaration.least:g}", least, remedy))
 
 
-def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
-    """Take the readings out of ``saved_groups``; raise where one has changed since."""
+def check_saved_readings(
+    groups: list[Group], saved_groups: list[Group], state: dict[Any, Any]
+) -> None:
+    """Take the readings out of ``saved_groups``; raise where one has changed since.
+
+    The start of a learned scale goes into ``state`` where that lacks it: before the first step.
+    """
     own, given = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
     if own != given:
         remedy = "build it as it was saved, from model.parameters() or from so.param_groups(model)"
@@ -280,6 +286,9 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
         pairs = zip(group["params"], _saved_readings(saved), strict=False)
         for index, (parameter, earlier) in enumerate(pairs):
             current = reading(parameter, group)
+            if earlier is not None and earlier.get("learn_scale"):
+                start = {START: -earlier.get("scale", 1.0)}
+                state[saved["params"][index]] = state.get(saved["params"][index]) or start
             if earlier is not None and not _agree(current, earlier, parameter):
                 called = f"reading of {label(group, index, number)}"
                 condition = f"be the saved one, {Stiefel.from_dict(earlier)}"

@@ -23,9 +23,8 @@ from stiefel_opt.errors import CONSTRAINABLE
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
 from stiefel_opt.functional.learned_scale import (
     SCALE,
+    factors_of,
     norm_at,
-    norm_of,
-    over_scale,
     with_learned_scale,
 )
 from stiefel_opt.numerics.device import (
@@ -61,7 +60,7 @@ from stiefel_opt.optim.moves import (
     warn_if_off,
     warn_of_sign,
 )
-from stiefel_opt.optim.state import State
+from stiefel_opt.optim.state import START, State
 from stiefel_opt.tags.blocks import as_batch, shares_memory
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
@@ -268,6 +267,12 @@ class Batch:
         if len(of_block) == 1 or self.each == 1:
             return of_block.view(-1, 1, 1)
         return of_block.view(-1, 1).expand(-1, self.each).reshape(-1, 1, 1)
+
+    def are_unwritten(self, chosen: list[int] | None) -> Tensor:
+        """Say of matrices of these blocks, whose scale is learned, which no step has written."""
+        blocks = self.blocks if chosen is None else [self.blocks[i] for i in chosen]
+        signs = [block.weight.state[START] for block in blocks]
+        return self.of_each(torch.tensor(signs, device=blocks[0].weight.parameter.device) < 0)
 
     def angles(self) -> dict[int, float]:
         """Return the largest angle in radians of the last step, for each weight that moved."""
@@ -479,16 +484,18 @@ def _new_point(
     lr = lr if batch.scale == 1.0 else lr / batch.scale
     if not sums.are_local or batch.learns_scale:  # all processes must decide alike; it is of W
         grad_length = math.inf
+    error, reads = None, reader.is_exact
     unscaled, norm = stored, None
-    if batch.learns_scale or batch.scale != 1.0:
-        unscaled, norm = _unscaled(stored, task, reader)
-    X, error, reads = unscaled, None, reader.is_exact
-    fixed: Tensors = {}
+    if batch.learns_scale:
+        unscaled, norm = factors_of(stored, sums, looks=task.is_changed or reads)
+    elif batch.scale != 1.0:
+        unscaled = stored / batch.scale
+    X, fixed = unscaled, Tensors()
     if task.is_due or task.is_changed or not reads:
         X, fixed, error = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     if norm is not None:
-        if error is not None:  # in the first step what is no multiple of a point gets its start
-            starts = ~(error <= FAR).view(-1, 1, 1) & (task.number == 1)
+        if error is not None:  # what no step has written yet, and is no multiple, gets its start
+            starts = batch.are_unwritten(task.chosen) & ~(error <= FAR).view(-1, 1, 1)
             norm = norm_at(X, unscaled, norm, sums, batch.scale, starts)
         rule = scale_rule.beside(rule, norm)
     is_first, current = batch.is_new, _replaced(state, fixed)
@@ -508,8 +515,11 @@ def _new_point(
     if nonfinite != "ignore" and not is_known:
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
-    if norm is not None or batch.scale != 1.0:
-        new_X = _scaled(new_X, scale, stored, overflowed, task)
+    if batch.learns_scale:  # in place: only rules that say so learn a scale
+        new_X.mul_(scale.clamp(max=65504.0) if batch.in_float16 else scale)  # type: ignore[union-attr]
+        new_X = new_X if overflowed is None else torch.where(overflowed, stored, new_X)
+    elif batch.scale != 1.0:
+        new_X = new_X * scale
     return new_X, new, length, overflowed
 
 
@@ -572,30 +582,6 @@ def _restarted(new: Tensors, overflowed: Tensor, batch: Batch) -> Tensors:
 
 
 # ---- before the rule -----------------------------------------------------------------------------
-
-
-def _unscaled(stored: Tensor, task: Task, reader: Reader) -> tuple[Tensor, Tensor | None]:
-    """Return the points, and where their scale is learned the norms of what is stored."""
-    batch = task.batch
-    if not batch.learns_scale:
-        return (stored if batch.scale == 1.0 else stored / batch.scale), None
-    norm = norm_of(stored, batch.sums)
-    if task.is_changed or reader.is_exact:  # somebody else may have written zeros
-        finite = torch.finfo(norm.dtype)
-        norm = norm.clamp(finite.tiny, finite.max)
-    return over_scale(stored, norm, stored.size(-1)), norm
-
-
-def _scaled(
-    new_X: Tensor, scale: Scalar, stored: Tensor, overflowed: Tensor | None, task: Task
-) -> Tensor:
-    """Return what is to be stored; where the scale is learned, what overflowed as it was."""
-    if not task.batch.learns_scale:
-        return new_X * scale
-    if task.batch.in_float16:  # what the weight can hold, whose master is of float32
-        scale = scale.clamp(max=torch.finfo(torch.float16).max)  # type: ignore[union-attr]
-    scaled = new_X.mul_(scale)  # in place: only rules that say so learn a scale
-    return scaled if overflowed is None else torch.where(overflowed, stored, scaled)
 
 
 def _sound(

@@ -49,10 +49,7 @@ from stiefel_opt.optim.commit import (
 )
 from stiefel_opt.optim.records import Records, gained_by
 from stiefel_opt.optim.sharding import Shards
-from stiefel_opt.optim.state import (
-    State,
-    follow_,
-)
+from stiefel_opt.optim.state import START, State, follow_
 from stiefel_opt.optim.torch_rules import Group, step_rows
 from stiefel_opt.tags.parameter import mark_unconstrained
 
@@ -531,6 +528,10 @@ class DeviceGroup:
                 self._counts.add_(gained)
         if is_written:
             self._remember_what_was_written(moved, gained)
+            for place in self._changed:
+                state = self._states[place]
+                if START in state and self._seen[0][place] >= 0:
+                    state[START] = abs(state[START])
         self._grads = []
 
     def _write(self, values: list[Tensor], counts: Tensor | float | None) -> None:

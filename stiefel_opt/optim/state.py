@@ -27,7 +27,8 @@ from stiefel_opt.tags.manifold import Stiefel
 StateDict = dict[str, Any]
 
 MASTER: Final = "master"
-START: Final = "scale_start"  # to which a learned scale is pulled back, a number
+# The start of a learned scale, to which it is pulled back; negative until a step has written it.
+START: Final = "scale_start"
 ROWS: Final = "rows."
 _SHAPES: Final = ("nm", "mm", "nn", "1", "4")
 _SQUARE: Final = ("mm", "nn")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -130,6 +130,7 @@ class Line:
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
         momentum: Of the last step, which an adaptive optimizer chooses; None if there is none.
         scale: Smallest and largest learned scale of its matrices; None if it is not learned.
+        start: To which the optimizer pulls it back, if a checkpoint may have brought it.
         determinant: Sign of the determinant of real square matrices, "+1" or "-1"; of several, how
             many are -1; None of others.
         mirrored: Whether a matrix has the other determinant than the reading says.
@@ -151,6 +152,7 @@ class Line:
     factor: float | None = None
     momentum: float | None = None
     scale: tuple[float, float] | None = None
+    start: float | None = None
     held: bool = True
     determinant: str | None = None
     mirrored: bool = False
@@ -172,6 +174,7 @@ _COLUMNS: Final = {  # title: attribute of a line, and its form
 _METHODS: Final = {
     "skipped": "skipped_steps_of",
     "angle": "angles_of",
+    "start": "starts_of",
     "radius": "radii_of",
     "factor": "factors_of",
     "momentum": "momenta_of",
@@ -313,16 +316,16 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         shape = tuple(weight.shape)
-        words = in_words(model, name, shape, reading)
         error = _error(weight, reading).item() if has_values(weight) else None
         rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
         numbers = {attribute: values.get(weight) for attribute, values in known.items()}
         if "skipped" in numbers:  # the method leaves out weights without skipped steps
             numbers["skipped"] = numbers["skipped"] or 0
+        read = replace(reading, scale=numbers.get("start") or reading.scale)
         line = Line(
             name,
             shape,
-            words,
+            in_words(model, name, shape, read),
             error,
             tagged=manifold_of(weight) is not None,
             map=kind,

@@ -241,12 +241,16 @@ def test_the_first_step_gives_a_weight_that_was_not_projected_its_start(
     matrices = reading.matrices(reading.parts(value)[0])
     matrices[(0,) * (matrices.ndim - 2)] = torch.randn_like(each_matrix(value, reading)[0])
     parameter = so.ManifoldParameter(value, reading, project=False)
-    opt = rule([parameter], scale_pull=0.0, **{**options, "lr": 1e-9})
+    opt = rule([parameter], scale_pull=0.0, **{**options, "lr": 0.0})
     expected = torch.full_like(scales(value, reading), 1.5 * reading.scale)
     expected[0] = reading.scale
-    for _ in range(2):
+    for lr in (0.0, 0.0, 1e-9, 1e-9):  # warmed up from 0, which writes nothing
         parameter.grad = torch.zeros_like(parameter)
+        opt.param_groups[0]["lr"] = lr
         opt.step()
+        if lr == 0.0:
+            assert_same(parameter.detach(), value)
+            continue
         near = 5e-3 if parameter.dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(scales(parameter, reading), expected, rtol=near, atol=0)
     with torch.no_grad():
@@ -335,6 +339,50 @@ def test_a_training_goes_on_bit_for_bit(name: str) -> None:
         train(*each, range(5, 9))
     for each in trainings[1:]:
         assert_same_training(trainings[0], each)
+
+
+@pytest.mark.parametrize("project", [True, False])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", RULES)
+def test_weights_without_a_step_before_the_checkpoint_keep_their_start(
+    name: str, steps: int, project: bool
+) -> None:
+    """Before the first step, frozen, or unused as an expert: as if nobody had interrupted."""
+    rule, options = RULES[name]
+
+    def begin() -> tuple[nn.Module, Any]:
+        model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        for layer in model:
+            so.constrain(layer, scale="keep", learn_scale=True, project=project)
+        model[1].weight.requires_grad_(False)
+        return model, rule(model.parameters(), **options)
+
+    def go(model: Any, opt: Any, used: Any, count: int) -> None:
+        for step in range(count):
+            inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            opt.zero_grad()
+            sum((layer(inputs) - 2.0).square().mean() for layer in used(model)).backward()
+            opt.step()
+
+    ours, theirs = begin(), begin()
+    starts = {name: ours[0].get_parameter(name).manifold.scale for name in ("0.weight", "1.weight")}
+    go(*ours, lambda model: model[:1], steps)
+    saved = through_file([each.state_dict() for each in ours])
+    for index in (steps > 0, steps == 0):  # in either order
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if not project else "error")  # off the manifold: said
+            theirs[index].load_state_dict(saved[index])
+    again = through_file(theirs[1].state_dict())  # and once more, at once
+    theirs[1].load_state_dict(again)
+    for model, opt in (ours, theirs):
+        model[1].weight.requires_grad_(True)
+        go(model, opt, lambda model: model, 4)
+    assert_same_training(ours, theirs)
+    for name, start in starts.items():
+        assert theirs[1].state[theirs[0].get_parameter(name)]["scale_start"] == start
+    report = so.report(*theirs)
+    assert [line.start for line in report.lines][:2] == list(starts.values())
+    assert all(f"learned from {start:g}" in str(report) for start in starts.values())
 
 
 def test_the_start_is_that_of_the_checkpoint_and_a_model_that_is_loaded_moves_none() -> None:
