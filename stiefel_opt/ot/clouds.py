@@ -91,11 +91,6 @@ def refuse_keywords(
         raise TypeError(fail(name, "be left out", "a keyword of POT", remedies[name]))
 
 
-def read_cloud(name: str, values: Any) -> Tensor:
-    """Check and read points, ``(points, dimension)``."""
-    return _read_array(name, values, 2)
-
-
 def generator_of(seed: int | None) -> torch.Generator:
     """Return a generator with this seed; None: with one that the system draws."""
     generator = torch.Generator()
@@ -107,7 +102,7 @@ def generator_of(seed: int | None) -> torch.Generator:
 
 def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
     """Check and read two clouds and their weights; None stands for equal weights."""
-    first, second = _read_array("x", x, 2), _read_array("y", y, 2)
+    first, second = read_cloud("x", x), read_cloud("y", y)
     if isinstance(x, Tensor) != isinstance(y, Tensor):
         raise TypeError(fail("y", f"be a {type(x).__name__} like `x`", type(y).__name__))
     if first.device != second.device:
@@ -125,7 +120,7 @@ def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
 
 def read_projection(name: str, projection: Any, dimension: int, k: int | None = None) -> Tensor:
     """Check and read a projection, ``(dimension, k)`` with orthonormal columns; None: any k."""
-    point = _read_array(name, projection, 2)
+    point = read_cloud(name, projection)
     rows, columns = point.shape
     if rows != dimension or columns != (k or columns) or columns > rows:
         wanted = f"({dimension}, {'k' if k is None else k})"
@@ -137,8 +132,8 @@ def read_projection(name: str, projection: Any, dimension: int, k: int | None = 
     return point
 
 
-def _read_array(name: str, values: Any, dims: int) -> Tensor:
-    """Return ``values`` as a float64 tensor of ``dims`` dimensions; raise unless finite."""
+def read_cloud(name: str, values: Any, dims: int = 2) -> Tensor:
+    """Return points, or with ``dims=1`` numbers, as a float64 tensor; raise unless finite."""
     if isinstance(values, list | tuple):
         try:
             values = np.array(values)
@@ -173,7 +168,7 @@ def read_shares(name: str, weights: Any, count: int, of: str) -> Tensor:
     """Check and read weights that sum to one; None stands for equal ones."""
     if weights is None:
         return torch.full((count,), 1.0 / count, dtype=torch.float64)
-    values = _read_array(name, weights, 1)
+    values = read_cloud(name, weights, dims=1)
     if len(values) != count:
         raise ValueError(fail(name, f"have one weight for each of the {count} {of}", len(values)))
     smallest, total = float(values.min()), float(values.sum())

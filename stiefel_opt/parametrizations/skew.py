@@ -27,11 +27,8 @@ from stiefel_opt.numerics import (
     exponential,
     finest_dtype,
     full_precision,
-    gram_error,
     newton_schulz,
     orientation,
-    orthonormality_tolerance,
-    polar_factor,
     principal_logarithm,
     readable,
     solution,
@@ -41,6 +38,7 @@ from stiefel_opt.numerics import (
 )
 from stiefel_opt.parametrizations.base import BaseOptions, Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs
+from stiefel_opt.tags import Stiefel, nearest
 
 # eps |P| from which rounding is removed from a point, and from which nothing else is left.
 _ROUNDING: Final = 1e-5
@@ -402,5 +400,5 @@ def _nearest(base: Tensor) -> Tensor:
     """Return the nearest orthonormal matrices, ``base`` itself if it is orthonormal to rounding."""
     if base.is_meta or not bool(torch.isfinite(base).all()):
         return base
-    tolerance = orthonormality_tolerance(base.dtype, base.size(-2))
-    return base if bool((gram_error(base) <= tolerance).all()) else polar_factor(base)
+    point = nearest(base, Stiefel(), "base")
+    return base if point is None else point

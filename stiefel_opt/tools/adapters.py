@@ -103,8 +103,10 @@ def constrain_adapters(
     for path, layer, key in _layers(model, adapter):
         if _is_constrained(layer, key):
             constrained.append(path)
-        elif (part := _to_constrain(path, layer, key, tolerance)) is not None:
-            parts.append(part)
+        elif isinstance(layer, _peft_parts().OFTLayer):
+            parts.append(_rotation_to_constrain(path, layer, key, tolerance))
+        elif isinstance(layer, _peft_parts().AdaLoraLayer):
+            parts += _triplets_to_constrain(path, layer, key)
     with_torch = adapter is None and any(_from_torch(model))
     if not parts and not with_torch:
         given = f"a {_kind(model)}"
@@ -277,14 +279,6 @@ def _matrices(tensor: Tensor) -> str:
 # ---- constraining ------------------------------------------------------------------------------
 
 
-def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> Part | None:
-    if isinstance(layer, _peft_parts().OFTLayer):
-        return _rotation_to_constrain(path, layer, key, tolerance)
-    if isinstance(layer, _peft_parts().AdaLoraLayer):
-        return _triplets_to_constrain(path, layer, key)
-    return None
-
-
 def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) -> Part:
     called, rotation = _rotation(layer, key)
     name, old = f"{path}.{called}.weight", rotation.weight
@@ -316,14 +310,14 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
     return key, change
 
 
-def _triplets_to_constrain(path: str, layer: Any, key: str) -> Part | None:
+def _triplets_to_constrain(path: str, layer: Any, key: str) -> list[Part]:
     left, middle, right = layer.lora_B[key], layer.lora_E[key], layer.lora_A[key]
     name = f"{path}.lora_A.{key}"
     for tensor in (left, middle, right):
         _check(name, tensor)
     rank, width = middle.size(0), min(left.size(0), right.size(1))
     if rank == 0:  # all of them were pruned
-        return None
+        return []
     if rank > width:
         condition = f"have a rank of at most {width}, the smaller width of its layer"
         raise ValueError(fail(name, condition, rank, "set init_r"))
@@ -336,7 +330,7 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> Part | None:
         constrain(layer.lora_A, key, flatten=False)
         return _triplet_lines(path, layer, key, "orthonormal; peft's penalty is off")
 
-    return key, change
+    return [(key, change)]
 
 
 def _triplet_lines(path: str, layer: Any, key: str, done: str) -> list[Line]:

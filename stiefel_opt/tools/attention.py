@@ -42,11 +42,8 @@ class AttentionReport:
 
     @override
     def __str__(self) -> str:
-        text = f"{self.which} constrained {self.constraint} heads\n"
-        text += table([("parameter", "module", "reading", "moved"), *self.lines])
-        if self.skipped:
-            text += "\nnot constrained:\n" + listed(self.skipped)
-        return text
+        head = f"{self.which} constrained {self.constraint} heads\n"
+        return head + shown(self.lines, self.skipped)
 
 
 def constrain_attention(
@@ -174,6 +171,14 @@ def plans_of(
         if any(is_within(other, path) or is_within(path, other) for other in plans):
             del skipped[path]
     return plans, skipped
+
+
+def shown(lines: Sequence[Sequence[str]], skipped: Sequence[tuple[str, str]]) -> str:
+    """Return the table of a report, and what is not constrained."""
+    text = table([("parameter", "module", "reading", "moved"), *lines])
+    if skipped:
+        text += "\nnot constrained (so.constrain(model, name) takes what you name):\n"
+    return text + listed(skipped)
 
 
 def is_within(path: str, module: str) -> bool:

@@ -16,11 +16,10 @@ from stiefel_opt.tools.attention import (
     constrain_found,
     found_of,
     is_within,
-    listed,
     plans_of,
+    shown,
 )
 from stiefel_opt.tools.projections import EVERYTHING, Names, is_conv1d, is_linear, joined
-from stiefel_opt.tools.report import table
 
 _BLOCKS: Final = ("layer", "block")  # what the name of the class of a block ends with
 
@@ -40,11 +39,7 @@ class TransformerReport:
 
     @override
     def __str__(self) -> str:
-        text = table([("parameter", "module", "reading", "moved"), *self.lines])
-        if self.skipped:
-            text += "\nnot constrained (so.constrain(model, name) takes what you name):\n"
-            text += listed(self.skipped)
-        return text
+        return shown(self.lines, self.skipped)
 
 
 def constrain_transformer(

@@ -282,7 +282,7 @@ def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
     found = so.constrain_attention(model)
     assert [line[0] for line in found.lines] == ["1.qkv.weight"]
     assert found.skipped == (("0", "Attention: its parts are all_in_one"),)
-    assert "not constrained:\n  0: Attention: its parts are all_in_one" in str(found)
+    assert "takes what you name):\n  0: Attention: its parts are all_in_one" in str(found)
     assert torch.equal(unknown.all_in_one.weight, before)
 
 
