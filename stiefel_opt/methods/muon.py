@@ -46,6 +46,7 @@ from stiefel_opt.errors import check_choice, check_flag, check_range, fail
 from stiefel_opt.functional import PULL, Length, Move, Scalar, Tensors, adam_scale
 from stiefel_opt.methods.plain_muon import MuonLike
 from stiefel_opt.numerics import (
+    BLOCKED,
     LOCAL_SUMS,
     BlindReader,
     Reader,
@@ -81,6 +82,7 @@ _ROUNDING: Final = 4.0  # times eps |M|: what of M may be rounding
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
 _ILL: Final = 16.0  # mean condition of Z from which tall products in float32 lose too much
 _FEW_SMALL: Final = 0.035  # where a square matrix is cut off at first, over its mean singular value
+_SPREAD: Final = 0.05  # smallest over largest singular value from which a factorisation pays
 _STEEP: Final = 0.02  # 2 eta^2 from which square matrices take one product more
 _LONGEST: Final = 4.0  # atan(4) is 76 degrees
 _ROUGHEST: Final = 0.03  # rounding that one correction takes out of X'X
@@ -403,9 +405,10 @@ def _solve_square(
 def _polar_factor(
     matrix: Tensor, tolerance: float, smoothing: float, reads: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the polar factor P of a skew matrix K and P'P, by odd polynomials of K.
+    """Return the polar factor P of a skew matrix K and P'P, by odd functions of K.
 
-    Polynomials that take [l, 1] to 1 leave a singular value s < l of K / u at d >= s / l. What that
+    The first, x / (1 + c x^2), brings the small singular values near the large; then polynomials.
+    Functions that take [l, 1] to 1 leave a singular value s < l of K / u at d >= s / l. What that
     costs is at most the sum of l d (1 - d) <= l (1 - d^2) (0.28 + 0.27 d^2), known from P'P. So l
     starts near what random matrices need, and falls only where a larger part of K is small.
     """
@@ -427,9 +430,17 @@ def _polar_factor(
         least = min(max(low, smoothing * float(mean.min())), 1.0)
         low = max(least, min(_FEW_SMALL * float(mean.min()), 1.0))
     eps = torch.finfo(matrix.dtype).eps
+    pulls: list[float] = []
+    can_pull = reads and m >= BLOCKED  # else products are faster
+    while can_pull and (lower := _pulled(low, pulls)) < _SPREAD:
+        pulls.append(min(1.0 / lower, eps**-0.5))
+        regular = add_to_diagonal_(square * pulls[-1], 1.0)
+        solved = torch.cholesky_solve(polar, torch.linalg.cholesky_ex(regular).L)  # they commute
+        polar = skew(solved).mul_(2.0 * pulls[-1] ** 0.5)
+        square = gram(polar)
     factors: list[float] = []
     while True:
-        lower = low
+        lower = _pulled(low, pulls)
         for factor in factors:
             lower *= factor * (3.0 - (factor * lower) ** 2) / 2.0
         for factor in _schedule(lower, max(tolerance, eps)):
@@ -465,6 +476,13 @@ def _schedule(lower: float, tolerance: float) -> list[float]:
         end = factors[-1] * lower
         lower = end * (3.0 - end * end) / 2.0
     return factors
+
+
+def _pulled(value: float, pulls: list[float]) -> float:
+    """Return what x <- 2 c^(1/2) x / (1 + c x^2), for one c after the other, makes of a value."""
+    for pull in pulls:
+        value = 2.0 * pull**0.5 * value / (1.0 + pull * value * value)
+    return value
 
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
