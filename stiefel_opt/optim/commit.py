@@ -112,6 +112,7 @@ class Batch:
         self.is_joint = False  # its group judges the gradients
         self.bounded_by: Any = None  # the rule whose steps judge the gradients, off a CPU
         self.quiet: Any = None  # on a CPU the rule whose last step was short, and all was well
+        self.is_told = False  # by its length, whether its gradients are safe
         self.is_foreign = False  # whether its rule is not of this package
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
@@ -285,11 +286,12 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     if batch.quiet is rule and chosen is None and not task.is_changed:
         X, state, number, sums = stored, batch.state, task.number, batch.sums
         fixed: Tensors = {}
+        is_safe = not batch.is_told and _length_of(grad) <= LARGEST_SAFE[grad.dtype]
         if task.is_due:
             X, fixed, _ = _on_manifold(stored, grad, state, math.inf, task, reader)
             state = _replaced(state, fixed)
         new_X, new, length = rule(X, grad, state, lr=lr, step=number, sums=sums, reader=reader)
-        if _is_quiet(length, grad, lr, reader):
+        if _is_quiet(length, grad, lr, reader, is_safe):
             _commit(task, (new_X, _completed(new, fixed), length), stored)
             return [], None
         reader.overflowed = False
@@ -305,8 +307,10 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         state = {name: tensor[index] for name, tensor in state.items()}
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
     if reads:
-        is_quiet = batch.may_be_quiet() and _is_quiet(length, grad, lr, reader)
+        is_safe = grad_length <= LARGEST_SAFE[grad.dtype]
+        is_quiet = batch.may_be_quiet() and _is_quiet(length, grad, lr, reader, is_safe)
         batch.quiet = rule if is_quiet else None
+        batch.is_told = isinstance(length, Length) and length.steepness is not None
     else:
         is_bounded = isinstance(length, Length) and length.bound is not None
         batch.bounded_by = rule if is_bounded else None
@@ -318,19 +322,26 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     return unsafe, overflowed
 
 
-def _is_quiet(length: Length | Tensor | float, grad: Tensor, lr: Scalar, reader: Reader) -> bool:
+def _length_of(grad: Tensor) -> float:
+    """Return the length of all gradients of a batch together, which is read."""
+    return float(torch.linalg.vector_norm(grad))
+
+
+def _is_quiet(
+    length: Length | Tensor | float, grad: Tensor, lr: Scalar, reader: Reader, is_safe: bool
+) -> bool:
     """Say whether a step was short and not steep, and all of its gradients are safe.
 
     Its result is then what is to be written, and the next rule is called without any other look.
+    Where the length does not say that they are, ``is_safe`` does.
     """
     if not isinstance(length, Length) or not length.limit <= 1:
         return False
     if reader.overflowed or isinstance(lr, Tensor):
         return False
-    safe = LARGEST_SAFE[grad.dtype]
     if length.steepness is None:
-        return length.inner is None and float(torch.linalg.vector_norm(grad)) <= safe
-    most = abs(lr) * safe
+        return length.inner is None and is_safe
+    most = abs(lr) * LARGEST_SAFE[grad.dtype]
     return length.steepness <= min(STEEP, most) and length.limit <= most * most
 
 
@@ -538,7 +549,7 @@ def _judge(
     if task.options.nonfinite != "skip" or is_bounded:
         return task.ok, math.inf, [], None
     if reads:
-        length = float(torch.linalg.vector_norm(grad))
+        length = _length_of(grad)
         if length <= limit:  # False for NaN
             return task.ok, length, [], None
     lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)

@@ -32,7 +32,7 @@ def test_roots_are_exact_to_rounding(limit, size, dtype, generator):
     matrix = (matrix + matrix.mT) / 2
     expected = (vectors * ((1 + values) ** -0.5 - 1).unsqueeze(-2)) @ vectors.mT
     bent = (vectors * (1 / (1 + (1 + values).sqrt())).unsqueeze(-2)) @ vectors.mT
-    found = roots(matrix, limit, scale=2.0, companions=4)
+    found = roots(matrix, limit, scale=2.0, last=matrix[-4:])
     tolerance = 10 * math.sqrt(size) * torch.finfo(dtype).eps
     torch.testing.assert_close(found.difference.double(), expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(found.companion.double(), bent[-4:], rtol=0, atol=tolerance)
