@@ -163,9 +163,9 @@ def read_decoder(
     known = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
     names = description or (from_dict(kept) if kept else known)
     reader = _Reader(module, names or LLAMA, quantised)
-    decoder = reader.read()
     if names is None:
         reader.check_children()
+    decoder = reader.read()
     if not quantised:
         _check_weights(decoder)
     return decoder
@@ -273,9 +273,10 @@ class _Reader:
         """Raise for modules that Llama has not: what they do to the stream is not known."""
         for name, owner in self.known.items():
             children = CHILDREN.get(re.sub(r"\.\d+", ".N", name))
-            more = {child for child, _ in owner.named_children()} - (children or set())
-            if children is None or not more:
-                continue
+            present = {child for child, _ in owner.named_children()}
+            if children is None or present <= children or not (name or children <= present):
+                continue  # where `model` is missing, `find` says so
+            more = present - children
             wanted = f"have no modules but {', '.join(sorted(children - HARMLESS))}"
             remedy = (
                 "pass prepare_ a description from rotations.describe: Llama, Mistral, Qwen2, Qwen3 "
