@@ -25,8 +25,8 @@ from stiefel_opt.methods.cayley import SQUARES, CayleySGD, cayley_adam
 from stiefel_opt.numerics.device import working_dtype
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checks import listed
-from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike, with_factor
+from stiefel_opt.optim.moves import Rule
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group

@@ -5,13 +5,13 @@ from stiefel_opt.optim.base import StiefelOptimizer as StiefelOptimizer
 from stiefel_opt.optim.checkpoint import check_state_dict as check_state_dict
 from stiefel_opt.optim.checks import check_metric as check_metric
 from stiefel_opt.optim.checks import resolved as resolved
-from stiefel_opt.optim.commit import Rule as Rule
-from stiefel_opt.optim.commit import ScaleRule as ScaleRule
 from stiefel_opt.optim.families import SCALE_MOMENTS as SCALE_MOMENTS
 from stiefel_opt.optim.families import AdamLike as AdamLike
 from stiefel_opt.optim.families import SGDLike as SGDLike
 from stiefel_opt.optim.families import options_of as options_of
 from stiefel_opt.optim.families import with_factor as with_factor
+from stiefel_opt.optim.moves import Rule as Rule
+from stiefel_opt.optim.moves import ScaleRule as ScaleRule
 from stiefel_opt.optim.records import largest_of as largest_of
 from stiefel_opt.optim.state import State as State
 from stiefel_opt.optim.state import StateDict as StateDict

@@ -26,7 +26,6 @@ from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import ConstrainedParameter
 from stiefel_opt.optim.capture import captures_of, check_wanted, how_stepped
-from stiefel_opt.optim.commit import Correction, Rule, ScaleRule
 from stiefel_opt.optim.group import (
     DeviceGroup,
     GroupIndex,
@@ -34,6 +33,7 @@ from stiefel_opt.optim.group import (
     move_constrained,
     step_all,
 )
+from stiefel_opt.optim.moves import Correction, Rule, ScaleRule
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import START, State, StateDict, complete_state, declared_once

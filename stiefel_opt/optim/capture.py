@@ -28,7 +28,11 @@ from stiefel_opt.numerics.device import (
     recorder_for,
 )
 from stiefel_opt.optim.commit import LastStep, StepOptions
-from stiefel_opt.optim.group import _CORRECTION_PERIOD, DeviceGroup
+from stiefel_opt.optim.group import (
+    _CORRECTION_PERIOD,
+    DeviceGroup,
+    remember_what_was_written,
+)
 from stiefel_opt.optim.torch_rules import Group
 
 # What ``cuda_graph=None`` means: True in a version that `benchmarks.speed.step_time_gpu` has passed
@@ -268,7 +272,7 @@ def _note_repeated(
     if is_written:
         moved = set(range(len(weights.parameters))) - weights._skipped
         torch.autograd.graph.increment_version([weights.parameters[place] for place in moved])
-        weights._remember_what_was_written(moved)
+        remember_what_was_written(weights, moved)
     if weights._skipped:  # no gradient is not one that is not finite
         weights.skips[weights._at(sorted(weights._skipped))] -= 1
     weights._grads = []

@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stiefel_opt.errors import CONSTRAINABLE
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
-from stiefel_opt.functional.learned_scale import (
-    SCALE,
-    factors_of,
-    norm_at,
-    with_learned_scale,
-)
+from stiefel_opt.functional.learned_scale import SCALE, factors_of, norm_at
 from stiefel_opt.numerics.device import (
     STEEP,
     BlindReader,
@@ -53,6 +48,9 @@ from stiefel_opt.numerics.linalg import (
 )
 from stiefel_opt.optim.blocks import StateStack
 from stiefel_opt.optim.moves import (
+    Correction,
+    Rule,
+    ScaleRule,
     check_move,
     is_foreign,
     is_stale,
@@ -60,7 +58,7 @@ from stiefel_opt.optim.moves import (
     warn_if_off,
     warn_of_sign,
 )
-from stiefel_opt.optim.state import START, State
+from stiefel_opt.optim.state import START
 from stiefel_opt.tags.blocks import as_batch, shares_memory
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
@@ -72,70 +70,6 @@ LARGEST_SAFE: Final = {
 
 
 _VERY_STEEP: Final = 100.0
-
-
-class Rule(Protocol):
-    """A pure function that moves a batch: what an optimizer of this package is about.
-
-    Args:
-        X: Points, ``(k, n, m)`` with n >= m, orthonormal.
-        G: Gradients, same shape, finite.
-        state: What ``state_for`` declares, by name: batches ``(k, n, m)``, ``(k, m, m)`` or
-            ``(k, 1, 1)``.
-        lr: The learning rate eta for orthonormal X, a number or a tensor.
-        step: t >= 1, the number of this step: one for all, or ``(k, 1, 1)``.
-        sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair; ``sums.add(a)`` adds
-            ``(k, ., .)`` over processes. Rows may be on several processes: a rule forms every sum
-            over rows by these.
-        reader: Reads numbers that decide the amount of work: this step's on a CPU, an earlier
-            step's on accelerators. Pass it on to ``retract``.
-
-    Returns: The new points; the new state by name, where it has changed; and the length of the
-        step, the largest singular value of its tangent vector: a number, ``(k, 1, 1)``, or a
-        :class:`Length`.
-    """
-
-    def __call__(
-        self,
-        X: Tensor,
-        G: Tensor,
-        state: Tensors,
-        /,
-        *,
-        lr: Scalar,
-        step: Scalar,
-        sums: Sums,
-        reader: Reader,
-    ) -> Move:
-        """Return the new points, the new state and the length of the step; write to nothing."""
-
-
-class Correction(Protocol):
-    """The part of an optimizer that removes rounding from a batch."""
-
-    def __call__(
-        self, X: Tensor, state: Mapping[str, Tensor], sums: Sums, gram: Tensor | None = None, /
-    ) -> tuple[Tensor, Tensors]:
-        """Return the corrected point, and the state that has changed; ``gram`` is X'X."""
-
-
-class ScaleRule(NamedTuple):
-    """How a learned scale g moves beside Q.
-
-    Attributes:
-        step: As :func:`stiefel_opt.functional.learned_scale.sgd_scale`; None: it cannot.
-        state: What it keeps.
-        is_embedded: Whether Q moves along G / g, as steps are as long as their gradients.
-    """
-
-    step: Any = None
-    state: tuple[State, ...] = ()
-    is_embedded: bool = False
-
-    def beside(self, rule: Rule, norm: Tensor) -> Rule:
-        """Return a rule that moves a scale as well; ``norm`` is that of the weight."""
-        bound = partial(with_learned_scale, rule, self.step, norm)
-        return partial(bound, is_embedded=self.is_embedded)
 
 
 # By batch the places of weights that have been written, and which of them moved; None: all.

@@ -16,7 +16,7 @@ from stiefel_opt.functional.flows import Scalar
 from stiefel_opt.functional.learned_scale import adam_scale, sgd_scale
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checkpoint import TorchRule
-from stiefel_opt.optim.commit import Rule, ScaleRule
+from stiefel_opt.optim.moves import Rule, ScaleRule
 from stiefel_opt.optim.state import State, StateDict
 from stiefel_opt.optim.torch_rules import (
     Group,

@@ -527,7 +527,7 @@ class DeviceGroup:
             if gained is not None:  # not to be repeated
                 self._counts.add_(gained)
         if is_written:
-            self._remember_what_was_written(moved, gained)
+            remember_what_was_written(self, moved, gained)
             for place in self._changed:
                 state = self._states[place]
                 if START in state and self._seen[0][place] >= 0:
@@ -548,21 +548,24 @@ class DeviceGroup:
         elif counts is not None:
             self._counts.copy_(counts)
 
-    def _remember_what_was_written(self, moved: set[int], gained: Tensor | None = None) -> None:
-        """Note the versions of parameters that have moved: their values are on the manifold."""
-        earlier, self._seen = self._seen, (self._versions(), self._now[1])
-        if moved is self._all and not (self._changed and gained is not None):
-            return
-        self._seen, skipped = (self._seen[0], list(self._seen[1])), self._skipped
-        if len(moved) < len(self.weights):
-            skipped = skipped | set(range(len(self.weights))).difference(moved)
-        # the look has waited already
-        if gained is not None and self._changed and has_values(gained):
-            taken = gained[0].tolist()
-            skipped = skipped | {place for place in self._changed if not taken[place]}
-        for place in skipped:
-            for now, then in zip(self._seen, earlier, strict=True):
-                now[place] = then[place]
+
+def remember_what_was_written(
+    weights: DeviceGroup, moved: set[int], gained: Tensor | None = None
+) -> None:
+    """Note the versions of parameters that have moved: their values are on the manifold."""
+    earlier, weights._seen = weights._seen, (weights._versions(), weights._now[1])
+    if moved is weights._all and not (weights._changed and gained is not None):
+        return
+    weights._seen, skipped = (weights._seen[0], list(weights._seen[1])), weights._skipped
+    if len(moved) < len(weights.weights):
+        skipped = skipped | set(range(len(weights.weights))).difference(moved)
+    # the look has waited already
+    if gained is not None and weights._changed and has_values(gained):
+        taken = gained[0].tolist()
+        skipped = skipped | {place for place in weights._changed if not taken[place]}
+    for place in skipped:
+        for now, then in zip(weights._seen, earlier, strict=True):
+            now[place] = then[place]
 
 
 def _number(

@@ -1,4 +1,4 @@
-"""What a rule may return, checked at its first step, and weights that no step can mend."""
+"""What a rule is, what it may return, and weights that no step can mend."""
 
 from __future__ import annotations
 
@@ -7,16 +7,82 @@ import numbers
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from stiefel_opt.errors import fail, users_level
-from stiefel_opt.functional.flows import Length, Tensors
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
+from stiefel_opt.functional.learned_scale import with_learned_scale
+from stiefel_opt.numerics.device import Reader
 from stiefel_opt.numerics.geometry import FAR, gram_error, orientation
 from stiefel_opt.numerics.linalg import Sums, square_norm
 from stiefel_opt.optim.state import State
+
+
+class Rule(Protocol):
+    """A pure function that moves a batch: what an optimizer of this package is about.
+
+    Args:
+        X: Points, ``(k, n, m)`` with n >= m, orthonormal.
+        G: Gradients, same shape, finite.
+        state: What ``state_for`` declares, by name: batches ``(k, n, m)``, ``(k, m, m)`` or
+            ``(k, 1, 1)``.
+        lr: The learning rate eta for orthonormal X, a number or a tensor.
+        step: t >= 1, the number of this step: one for all, or ``(k, 1, 1)``.
+        sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair; ``sums.add(a)`` adds
+            ``(k, ., .)`` over processes. Rows may be on several processes: a rule forms every sum
+            over rows by these.
+        reader: Reads numbers that decide the amount of work: this step's on a CPU, an earlier
+            step's on accelerators. Pass it on to ``retract``.
+
+    Returns: The new points; the new state by name, where it has changed; and the length of the
+        step, the largest singular value of its tangent vector: a number, ``(k, 1, 1)``, or a
+        :class:`Length`.
+    """
+
+    def __call__(
+        self,
+        X: Tensor,
+        G: Tensor,
+        state: Tensors,
+        /,
+        *,
+        lr: Scalar,
+        step: Scalar,
+        sums: Sums,
+        reader: Reader,
+    ) -> Move:
+        """Return the new points, the new state and the length of the step; write to nothing."""
+
+
+class Correction(Protocol):
+    """The part of an optimizer that removes rounding from a batch."""
+
+    def __call__(
+        self, X: Tensor, state: Mapping[str, Tensor], sums: Sums, gram: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensors]:
+        """Return the corrected point, and the state that has changed; ``gram`` is X'X."""
+
+
+class ScaleRule(NamedTuple):
+    """How a learned scale g moves beside Q.
+
+    Attributes:
+        step: As :func:`stiefel_opt.functional.learned_scale.sgd_scale`; None: it cannot.
+        state: What it keeps.
+        is_embedded: Whether Q moves along G / g, as steps are as long as their gradients.
+    """
+
+    step: Any = None
+    state: tuple[State, ...] = ()
+    is_embedded: bool = False
+
+    def beside(self, rule: Rule, norm: Tensor) -> Rule:
+        """Return a rule that moves a scale as well; ``norm`` is that of the weight."""
+        bound = partial(with_learned_scale, rule, self.step, norm)
+        return partial(bound, is_embedded=self.is_embedded)
 
 
 def _unbound(rule: Any) -> Any:

@@ -28,8 +28,8 @@ from stiefel_opt.functional.momentum import (
 from stiefel_opt.functional.radius import GROWTH, with_radius
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
+from stiefel_opt.optim.moves import Correction, Rule
 from stiefel_opt.optim.records import largest_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
