@@ -194,7 +194,7 @@ RATES = (0.05, 0.04, 0.02, 0.01, 0.001)
     ("name", "option", "values", "own"),
     [
         *(
-            pytest.param(name, "lr", RATES, {}, marks=slow if name != "sgd" else ())
+            pytest.param(name, "lr", RATES, {}, marks=() if name in QUICK else slow)
             for name in RULES
         ),
         pytest.param("sgd", "lr", RATES, {"nesterov": True, "metric": 0.3}, marks=slow),
