@@ -67,7 +67,7 @@ COUNTED = {
     "StiefelSGD": (partial(of_a_step, StiefelSGD), 6, None),
     "RGD-C-C": (partial(of_a_step, ProjectedRGD), 4, None),
     "T-CWY": (partial(of_reflections, backward=False), 2, None),
-    "T-CWY, backward": (partial(of_reflections, backward=True), 5, None),
+    "T-CWY, backward": (partial(of_reflections, backward=True), 6, None),
 }
 
 

@@ -54,7 +54,7 @@ def given() -> dict[str, Any]:
         "I": torch.eye(3, dtype=double), "P": so.polar(A[:5]),
         "loss": lambda x: -(A.to(x).mT @ x).square().sum(),
         "pair_loss": lambda pair: (pair[0] - pair[1]).square().sum(),
-        "x": drawn(12, 5), "y": drawn(12, 5) + 1, "a": weights, "b": weights, "tau": 0.1,
+        "x": drawn(12, 5), "y": drawn(12, 5) + 1, "a": weights, "b": weights, "tau": 0.01,
         "labels": torch.arange(12) % 3, "z": drawn(6, 5),
     }  # fmt: skip
 
