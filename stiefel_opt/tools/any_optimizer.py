@@ -36,6 +36,7 @@ from stiefel_opt.numerics import (
     widened,
 )
 from stiefel_opt.tags import (
+    Block,
     Stack,
     Stiefel,
     inner_optimizers,
@@ -88,7 +89,7 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
 
     Note:
         Six products of n x m by m x m a step, seven off a CPU and for long steps, batched over
-        equal matrices, no factorisation; five copies of the constrained weights while it lasts.
+        equal matrices, no factorisation; four copies of the constrained weights while it lasts.
         Decoupled weight decay, and that of SGD, does not move a constrained weight; that of Adam
         does. A weight off the manifold is projected by the next step; after a write to ``.data``,
         which leaves no trace, several steps bring it there. A matrix whose gradient is not finite
@@ -207,7 +208,8 @@ class _Keeper:
         self._values: list[Tensor] = []  # of their parameters
         self._stacks: list[Stack] = []
         self._points: list[Tensor] = []  # X of each stack during a step
-        self._kept: list[Tensor] = []  # copies of the parameters during a step
+        self._plain: list[Tensor] = []  # rows of constrained weights that are plain
+        self._kept: list[Tensor] = []  # their values of before a step
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
         self._tags: dict[Tensor, Any] = {}  # by parameter, as they were last seen
@@ -256,7 +258,7 @@ class _Keeper:
         for stack, point in zip(self._stacks, self._points, strict=True):
             with exact_products(point):
                 _move(stack, self._values, point, type(optimizer).__name__)
-        self._points, self._kept = [], []
+        self._points = []
         for weight in self._weights:
             self._written[weight.parameter] = _version_of(weight.parameter)
 
@@ -265,11 +267,13 @@ class _Keeper:
         """Undo a step that has raised: the gradients are those of before, and so are the points."""
         self._give_back()
         self._depth = 0
-        if self._points:
-            for weight, value, kept in zip(self._weights, self._values, self._kept, strict=True):
-                value.copy_(kept)
-                self._written[weight.parameter] = _version_of(weight.parameter)
-        self._points, self._kept = [], []
+        points, self._points = self._points, []
+        for stack, point in zip(self._stacks if points else (), points, strict=True):
+            stack.write(self._values, point)
+        for rows, kept in zip(self._plain, self._kept if points else (), strict=False):
+            rows.copy_(kept)
+        for weight in self._weights if points else ():
+            self._written[weight.parameter] = _version_of(weight.parameter)
 
     @torch.no_grad()
     def behind_others(self, optimizer: Optimizer, *_: Any) -> None:
@@ -304,7 +308,12 @@ class _Keeper:
         if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
             self._weights, self._values = weights, [w.parameter.detach() for w in weights]
             self._stacks = stacks_of(self._values, [weight.reading for weight in weights])
-        self._points, self._kept = self._here(), [value.clone() for value in self._values]
+            pairs = zip(self._values, weights, strict=True)
+            self._plain = [part for value, w in pairs for part in w.reading.plain_parts(value)]
+            self._kept = list(map(torch.empty_like, self._plain))
+        self._points = self._here()
+        if self._plain:
+            torch._foreach_copy_(self._kept, self._plain)
 
     def _changed(self, weights: list[_Weight]) -> list[_Weight]:
         """Return those that are new, or written to behind the step before."""
@@ -326,20 +335,24 @@ class _Keeper:
             moved: Tangent vectors at the points. The gradients are then those at their retractions,
                 and are first converted to gradients by the tangent vectors. Default: none.
         """
-        parameters = [weight.parameter for weight in self._weights]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        ours = [grad.clone() for grad in grads]  # of which plain rows stay
+        ours: dict[int, Tensor] = {}
+        grads = [weight.parameter.grad for weight in self._weights]
+        pairs = zip(self._values, grads, strict=True)
+        whole = [torch.zeros_like(value) if grad is None else grad for value, grad in pairs]
         for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
-            grad = _finite(widened(stack.read(grads)), self._is_scaled)
+            grad = _finite(widened(stack.read(whole)), self._is_scaled)
             with exact_products(point):
-                x = point / stack.scale
+                x = _unscaled(point, stack)
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
-                stack.write(ours, tangent_part(x, grad))
-        for parameter, grad, tangent in zip(parameters, grads, ours, strict=True):
-            if parameter.grad is not None:
-                self._grads.append((parameter, grad, tangent))
-                parameter.grad = tangent
+                tangents = tangent_part(x, grad)
+            for block, piece in stack.pieces(tangents):
+                if (own := grads[block.place]) is not None:
+                    ours[block.place] = _given(block, piece, own, ours.get(block.place))
+        for place, tangent in ours.items():
+            parameter = self._weights[place].parameter
+            self._grads.append((parameter, whole[place], tangent))
+            parameter.grad = tangent
 
     def _give_back(self) -> None:
         for parameter, grad, tangent in self._grads:
@@ -412,6 +425,17 @@ def _check_gradients(weights: list[_Weight]) -> None:
             raise TypeError(fail(weight.called(), wanted, str(grad.layout)))
 
 
+def _given(block: Block, tangent: Tensor, grad: Tensor, ours: Tensor | None) -> Tensor:
+    """Return the new gradient of a parameter, with the tangent vectors of a block."""
+    if block.is_all:
+        stored = block.as_stored(tangent)
+        is_like = (stored.dtype, stored.stride()) == (grad.dtype, grad.stride())
+        return stored if is_like else torch.empty_like(grad).copy_(stored)
+    ours = grad.clone() if ours is None else ours
+    block.write(ours, tangent)
+    return ours
+
+
 # ---- on batches --------------------------------------------------------------------------------
 
 
@@ -431,6 +455,10 @@ def _finite(grad: Tensor, is_expected: bool) -> Tensor:
     return torch.where(ok, grad, 0.0)
 
 
+def _unscaled(matrices: Tensor, stack: Stack) -> Tensor:
+    return matrices if stack.scale == 1.0 else matrices / stack.scale
+
+
 def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the optimizer") -> Tensor:
     """Write the retraction of what has moved from ``point``, and return the tangent vectors.
 
@@ -441,9 +469,10 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     size = step.abs().amax(dim=(-2, -1), keepdim=True)
     reads = reader_for(size).is_exact
     least, largest = map(float, torch.aminmax(size)) if reads else (0.0, math.inf)
-    x, step = point / stack.scale, _measured(step, size, largest, stack.scale) / stack.scale
+    x, step = _unscaled(point, stack), _unscaled(_measured(step, size, largest, stack.scale), stack)
     new_point, tangent = _retracted(x, tangent_part(x, step))
-    new_point = stack.scale * new_point
+    if stack.scale != 1.0:
+        new_point = new_point * stack.scale
     if reads and least != 0 and bool(torch.isfinite(new_point.sum())):  # NaN has moved
         stack.write(values, new_point)
         return tangent
