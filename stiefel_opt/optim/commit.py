@@ -70,6 +70,7 @@ LARGEST_SAFE: Final = {
 
 
 _VERY_STEEP: Final = 100.0
+_LEAST_LR: Final = 1e-15  # below, a length, which is of lr^2, may be 0 by underflow
 
 
 # By batch the places of weights that have been written, and which of them moved; None: all.
@@ -342,7 +343,8 @@ def _is_quiet(
     if length.steepness is None:
         return length.inner is None and is_safe
     most = abs(lr) * LARGEST_SAFE[grad.dtype]
-    return length.steepness <= min(STEEP, most) and length.limit <= most * most
+    is_short = length.steepness <= min(STEEP, most) and length.limit <= most * most
+    return is_short and abs(lr) > _LEAST_LR
 
 
 def _commit(
@@ -438,7 +440,8 @@ def _new_point(
     new_X, new, length = move
     new = _completed(new, fixed)
     is_due = task.is_due and not reads
-    for _ in range(max(_corrections_after(length, steepness, reader), is_due)):
+    corrections = max(_corrections_after(length, steepness, reader), is_due)
+    for _ in range(corrections):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new = _put(new, corrected_state)
     if (is_first or batch.is_foreign) and reads and sums.are_local:
@@ -446,6 +449,7 @@ def _new_point(
     overflowed = None
     # on an accelerator the flows of this package saturate and are not looked at
     is_known = isinstance(length, Length) and length.limit < math.inf and not reader.overflowed
+    is_known &= not (reads and corrections)  # of a point that is far off they diverge
     if nonfinite != "ignore" and not is_known:
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)

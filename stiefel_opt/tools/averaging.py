@@ -33,6 +33,7 @@ from stiefel_opt.tags import (
 )
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
+_NEAR: Final = 0.1  # spectral norm of X'X - I from which they reach rounding
 
 
 class ProjectedAverage(swa_utils.AveragedModel):
@@ -62,8 +63,7 @@ class ProjectedAverage(swa_utils.AveragedModel):
         for average, other in zip(maps_of(self.module), maps_of(model), strict=False):
             for old, new in zip(average.buffers(), other.buffers(), strict=False):
                 old.copy_(new)  # of a base there is no mean
-        for each in averages:
-            _settle(*each)
+        _settle(averages)
 
     @torch.no_grad()
     def _mean_scales(self, average: Tensor, source: Tensor, reading: Stiefel) -> list[Tensor]:
@@ -159,8 +159,24 @@ def _moving_average(
 
 
 @torch.no_grad()
-def _settle(average: Tensor, reading: Stiefel, name: str, scales: list[Tensor]) -> None:
-    """Bring an average onto the manifold, with these scales where they are learned."""
+def _settle(averages: Sequence[tuple[Tensor, Stiefel, str, list[Tensor]]]) -> None:
+    """Bring averages onto the manifold, with their scales if learned. The host waits once."""
+    errors = [_corrected(average, reading) for average, reading, _, _ in averages]
+    together = torch.stack([error.to(errors[0].device) for error in errors]) if errors else None
+    worst: list[float] = [] if together is None else together.tolist()
+    for (average, reading, name, scales), error in zip(averages, worst, strict=True):
+        if not error < _NEAR:
+            to_nearest_(average, reading, name)  # decomposes matrices that are still off
+        for index, mean in enumerate(scales):
+            part = reading.parts(average)[index]
+            matrices = widened(reading.matrices(part, index))
+            settled = matrices * (mean / reading.scale_of(matrices))
+            part.copy_(reading.stored(settled, part.shape, index))
+
+
+def _corrected(average: Tensor, reading: Stiefel) -> Tensor:
+    """Remove from an average what Newton-Schulz can; return a bound on |X'X - I| of before."""
+    bounds = []
     for index, part in enumerate(reading.parts(average)):
         matrices = widened(reading.matrices(part, index))
         scale = reading.scale_of(matrices)
@@ -170,9 +186,5 @@ def _settle(average: Tensor, reading: Stiefel, name: str, scales: list[Tensor]) 
         factor = scale * newton_schulz(point, _CORRECTIONS)  # that of near points is near them
         settled = torch.where(is_off & (error < 1), factor, matrices)
         part.copy_(reading.stored(settled, part.shape, index))
-    to_nearest_(average, reading, name)  # decomposes matrices that are still off
-    for index, mean in enumerate(scales):
-        part = reading.parts(average)[index]
-        matrices = widened(reading.matrices(part, index))
-        settled = matrices * (mean / reading.scale_of(matrices))
-        part.copy_(reading.stored(settled, part.shape, index))
+        bounds.append(error.amax().float() * point.size(-1))
+    return torch.stack(bounds).amax()

@@ -419,3 +419,35 @@ def test_a_spike_that_the_point_does_not_show_is_left_out(name: str) -> None:
         weight.grad = torch.randn(6, 3, generator=generator)
         opt.step()
     assert float(weight.detach()[3:].abs().max()) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:The gradient of", "ignore:A step of")
+@pytest.mark.parametrize("factor", [10.0, 30.0, 100.0])
+def test_a_write_to_data_that_makes_a_step_steep_leaves_the_point_finite(factor: float) -> None:
+    """Corrections of a point that is so far off diverge; the step that sees it projects it."""
+    torch.manual_seed(0)
+    parameter = so.ManifoldParameter(torch.linalg.qr(torch.randn(30, 4))[0])
+    opt = so.StiefelSGD([parameter], lr=1e-2)
+    for _ in range(9):
+        parameter.grad = torch.randn(30, 4)
+        opt.step()
+    parameter.data.mul_(factor)
+    for _ in range(8):
+        parameter.grad = 10 * parameter.detach()
+        opt.step()
+        assert parameter.isfinite().all()
+    assert float(so.orthonormality_error(parameter)) < 1e-5
+
+
+def test_a_learning_rate_whose_square_underflows_judges_gradients_as_others() -> None:
+    parameter = so.ManifoldParameter(torch.eye(30, 4))
+    opt = so.StiefelSGD([parameter], lr=1e-24)
+    for size in (*[1.0] * 12, 1e18):
+        parameter.grad = size * torch.randn(30, 4)
+        parameter.grad[:4] = 0  # normal to the point: only the step's length shows it
+        if size > 1:
+            with pytest.warns(UserWarning, match="The gradient of"):
+                opt.step()
+        else:
+            opt.step()
+    assert list(opt.skipped_steps_of().values()) == [1]
