@@ -449,8 +449,8 @@ def _new_point(
     overflowed = None
     # on an accelerator the flows of this package saturate and are not looked at
     is_known = isinstance(length, Length) and length.limit < math.inf and not reader.overflowed
-    is_known &= not (reads and corrections)  # of a point that is far off they diverge
-    if nonfinite != "ignore" and not is_known:
+    # corrections of a point that is far off diverge
+    if nonfinite != "ignore" and (not is_known or (reads and corrections)):
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
     if batch.learns_scale:  # in place: only rules that say so learn a scale
