@@ -436,11 +436,10 @@ def _new_point(
         rule = scale_rule.beside(rule, norm)
     is_first, current = batch.is_new, _replaced(state, fixed)
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
-    move, scale, steepness = _run(apply, lr, grad_length, task, reader)
-    new_X, new, length = move
+    (new_X, new, length), scale, steepness = _run(apply, lr, grad_length, task, reader)
     new = _completed(new, fixed)
-    is_due = task.is_due and not reads
-    corrections = max(_corrections_after(length, steepness, reader), is_due)
+    is_late = task.is_due and not reads
+    corrections = max(_corrections_after(length, steepness, reader), is_late)
     for _ in range(corrections):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new = _put(new, corrected_state)
