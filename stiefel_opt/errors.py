@@ -55,13 +55,18 @@ def none_found(name: str, wanted: str, model: nn.Module, remedy: str = "") -> st
     return fail(name, f"have {wanted}", f"a {type(model).__name__} of none", remedy)
 
 
+def how_many(bad: torch.Tensor) -> str:
+    """Return how many matrices of a batch are bad, in words: " in 2 of 9 matrices"."""
+    return f" in {int(bad.sum())} of {bad.numel()} matrices"
+
+
 def counted(bad: torch.Tensor) -> str:
     """Return how many of a batch are bad, and which is the first: " in 2 of 9 matrices, ..."."""
     if not bad.ndim:
         return ""
     first = bad.nonzero()[0].tolist()
     index = tuple(first) if len(first) > 1 else first[0]
-    return f" in {int(bad.sum())} of {bad.numel()} matrices, the first at index {index}"
+    return f"{how_many(bad)}, the first at index {index}"
 
 
 # Of a checkpoint whose keys are those of a parametrization: torch's and geotorch's are the same.

@@ -65,7 +65,7 @@ def over_scale(tensor: Tensor, norm: Tensor, columns: int, factor: float = 1.0) 
 
 
 def factors_of(W: Tensor, sums: Sums, *, looks: bool) -> tuple[Tensor, Tensor]:
-    """Return Q and |W|_F; with ``looks`` for zeros, too, which somebody else may have written."""
+    """Return Q and |W|_F; ``looks``: the values may come from outside, and may be zeros."""
     norm, finite = norm_of(W, sums), torch.finfo(W.dtype)
     norm = norm.clamp(finite.tiny, finite.max) if looks else norm
     return over_scale(W, norm, W.size(-1)), norm

@@ -70,6 +70,7 @@ LARGEST_SAFE: Final = {
 
 
 _VERY_STEEP: Final = 100.0
+_FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 _LEAST_LR: Final = 1e-15  # below, a length, which is of lr^2, may be 0 by underflow
 
 
@@ -333,8 +334,10 @@ def _is_quiet(
 ) -> bool:
     """Say whether a step was short and not steep, and all of its gradients are safe.
 
-    Its result is then what is to be written, and the next rule is called without any other look.
-    Where the length does not say that they are, ``is_safe`` does.
+    Its result can then be written as it is, and the next step takes the short way.
+
+    Args:
+        is_safe: Whether the gradients are safe; used if the length has no steepness.
     """
     if not isinstance(length, Length) or not length.limit <= 1:
         return False
@@ -453,7 +456,7 @@ def _new_point(
         overflowed = _overflowed(new_X, sums, ok)
         new_X, new = torch.where(overflowed, unscaled, new_X), _restarted(new, overflowed, batch)
     if batch.learns_scale:  # in place: only rules that say so learn a scale
-        new_X.mul_(scale.clamp(max=65504.0) if batch.in_float16 else scale)  # type: ignore[union-attr]
+        new_X.mul_(scale.clamp(max=_FLOAT16_MAX) if batch.in_float16 else scale)  # type: ignore[union-attr]
         new_X = new_X if overflowed is None else torch.where(overflowed, stored, new_X)
     elif batch.scale != 1.0:
         new_X = new_X * scale

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt.errors import users_level
+from stiefel_opt.errors import how_many, users_level
 from stiefel_opt.numerics.device import finest_dtype, has_values, widened
 from stiefel_opt.numerics.geometry import is_far
 from stiefel_opt.tags.manifold import Stiefel
@@ -118,7 +118,7 @@ def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, s
         is_small = max(reading.heights(value.shape)) < _SMALL
         if not (_is_written(value) if is_small else looks_trained(value, reading)):
             return []
-    where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
+    where = "" if bad.numel() == 1 else how_many(bad)
     return [(name, where, reading.determinant)]
 
 

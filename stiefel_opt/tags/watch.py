@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from stiefel_opt.errors import CONSTRAINABLE, PARAMETRIZED, users_level
+from stiefel_opt.errors import CONSTRAINABLE, PARAMETRIZED, how_many, users_level
 from stiefel_opt.numerics.device import (
     HostReader,
     LaggedReader,
@@ -460,7 +460,7 @@ def _warn_of_sign(name: str, loaded: Tensor, reading: Stiefel) -> None:
     """Warn of values that are being loaded and have the other determinant."""
     bad = wrong_signs(loaded, reading)
     if bool(bad.any()):
-        where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
+        where = "" if bad.numel() == 1 else how_many(bad)
         warnings.warn(
             f"`{name}` is loaded with the other determinant than {reading.determinant:+d}{where}, "
             "which no step changes; so.project_(model) takes the nearest point of that sign",
